@@ -1,9 +1,6 @@
 """Parts of a communicator: the ranks of one machine, consecutive ranks, a list of ranks."""
 
-import hashlib
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from multibn._environment import this_machine
 from multibn.communicators.base import Communicator, SingleProcess
@@ -88,12 +85,8 @@ def _listed(parent: Communicator, ranks: tuple[int, ...]) -> dict[Spec, Communic
 
 
 def _on_same_machine(parent: Communicator) -> Communicator:
-    rank, size = parent.rank, parent.size
-    if size == 1:
+    if parent.size == 1:
         return parent
-    table = np.zeros(size, dtype=np.int64)
-    # Python's own hash of a text differs between processes. Shifted, to be positive in 64 bits.
-    table[rank] = int.from_bytes(hashlib.sha256(this_machine().encode()).digest()[:8], "big") >> 1
-    machines = parent.allreduce(table).tolist()
-    first = machines.index(machines[rank])
-    return parent if len(set(machines)) == 1 else parent.split(first, rank)
+    machines = gather(this_machine(), parent)
+    first = machines.index(machines[parent.rank])
+    return parent if len(set(machines)) == 1 else parent.split(first, parent.rank)

@@ -9,7 +9,6 @@ and moves bytes. All else stands here once: which lines are open, deadlines and 
 import atexit
 import math
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from functools import cache, partial
@@ -25,7 +24,7 @@ from multibn.communicators.base import Handle
 from multibn.communicators.notices import Board, Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.people import announce_end, uncaught
-from multibn.communicators.watch import Done, Watch, poll
+from multibn.communicators.watch import Done, Watch, in_turn
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -53,8 +52,8 @@ class Transport(ABC):
     @abstractmethod
     def open_line(
         self, number: int, buffer: HostArray | None, timeout: float
-    ) -> Generator[None, None, Line]:
-        """Open a line, and yield where others are waited for, see `Opening`.
+    ) -> Generator[Done, None, Line]:
+        """Open a line, in steps as `in_turn` takes.
 
         Collective: all ranks open the same lines in the same order.
 
@@ -76,33 +75,11 @@ class Transport(ABC):
         After a failure, and in a fork, a message may be under way, and other ranks hear nothing.
         """
 
-    @abstractmethod
-    def free(self, *, failed: bool) -> None:
-        """The user has destroyed the group, which was closed: later groups get what it had."""
+    def free(self) -> None:  # noqa: B027
+        """The user has destroyed the group; no message has failed, and `close` follows."""
 
     def end(self) -> None:  # noqa: B027
         """The program ends, and all groups were closed."""
-
-
-class Opening:
-    """A `line` that is being opened: None until all ranks have opened the line."""
-
-    def __init__(self, steps: Generator[None, None, Line]) -> None:
-        self.line: Line | None = None
-        self._steps = steps
-        self._begun = time.monotonic()
-
-    def done(self, seconds: float) -> bool:
-        """Whether the line is open; waits so many seconds at most."""
-        return poll(self._is_open, seconds, begun=self._begun, longest=0.1)
-
-    def _is_open(self) -> bool:
-        if self.line is None:
-            try:
-                next(self._steps)
-            except StopIteration as stop:
-                self.line = stop.value
-        return self.line is not None
 
 
 class Lines:
@@ -110,7 +87,7 @@ class Lines:
 
     def __init__(self, transport: Transport) -> None:
         _leave_at_exit()
-        self.transport, self._process = transport, os.getpid()
+        self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.watch = Watch(self.rank, self.size, transport.known)
         self._open: dict[int, Line] = {}
@@ -168,21 +145,22 @@ class Lines:
         self.watch.board = None
         self._open.clear()
         self._buffers.clear()
+        if not failed:  # nor in a fork, which has failed
+            self.transport.free()
         self.transport.close(failed=failed)
-        if self._process == os.getpid():
-            self.transport.free(failed=failed)
 
     def _opened(self, number: int, buffer: HostArray | None, text: object, timeout: float) -> Line:
         self.watch.check(text)  # before a fork touches the transport
         if number != _ANY and _ANY not in self._open:
             self._opened(_ANY, None, text, timeout)
-        opening = Opening(self.transport.open_line(number, buffer, timeout))
+        opened: list[Line] = []
+        steps = self.transport.open_line(number, buffer, timeout)
         self.watch.board = self.transport.board
         self.watch.look(f"open {number}", str(text))  # connecting to a rank that failed takes long
-        self.watch.wait(lambda: opening.done, f"open {number}", text, timeout)
+        self.watch.wait(lambda: in_turn(steps, opened.append), f"open {number}", text, timeout)
         self.watch.board = self.transport.board
-        assert opening.line is not None
-        line = self._open[number] = opening.line
+        (line,) = opened
+        self._open[number] = line
         if number == _ANY:
             every: Any = SimpleNamespace(rank=self.rank, size=self.size)
             every.allreduce = lambda a: self.sum(a, "introduction", text, timeout)
@@ -221,12 +199,15 @@ class LineCommunicator(Handle, ABC):
         return self.allreduce_on_device(x)
 
 
-def seconds_of_offers(num_ranks: int) -> float:
+def seconds_of_offers(num_ranks: int = 1) -> float:
     """How long a rank that waits only offers its core, and wakes without delay.
 
     Not long where the ranks of a machine outnumber its cores: the system would spend its time on
     their offers.
     """
+    # torchrun's name, Open MPI's, that of MPICH and Intel MPI.
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    num_ranks = max(num_ranks, *(int(os.environ.get(name, "1")) for name in names))
     return 2e-4 if num_ranks > len(os.sched_getaffinity(0)) else 0.1
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 class Notice(NamedTuple):
     """What a rank tells the others."""
 
-    state: str  # "waits", "met", "looks" for a lost rank, "failed" or "left"
+    state: str  # "waits", "looks" for a lost rank, "failed" or "left"
     completed: int  # how many collectives the rank has completed
     place: str  # where the rank waits, equal on ranks that will meet
     text: str  # the place for people, or what went wrong
@@ -20,9 +20,6 @@ class Notice(NamedTuple):
     @classmethod
     def decode(cls, data: bytes) -> "Notice":
         return cls(*json.loads(data))
-
-
-MET = Notice("met", 0, "", "")  # of a rank that waits for no group's first meeting any more
 
 
 class Board(Protocol):

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
 from multibn._typing import check_number
-from multibn.communicators.notices import MET, Board, Meeting, Notice, Peer, RankLostError
+from multibn.communicators.notices import Board, Meeting, Notice, Peer, RankLostError
 from multibn.communicators.people import announce
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -58,7 +58,6 @@ class Watch:
         self._launcher = _launcher()
         self._peers: list[Peer] = []
         self._before = known
-        self._meeting: Notice | None = None  # of this rank, which waits for the first meeting
         self._key = known.key if known else ""
         self._members: Sequence[object] = known.members if known else ()
         self._last: object = "the start"  # str() gives the text
@@ -68,8 +67,6 @@ class Watch:
         """Learn every rank's process. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
         self._peers = [Peer(*each[1:]) for each in told]
-        if self._before and self._meeting:
-            self._before.board.publish(MET)
         if not self._before:
             self._key, self._members = told[0][0], self._peers
         _watches.add(self)
@@ -200,14 +197,11 @@ class Watch:
                 "data: all ranks must take the same number of steps.",
             )
         me = str(self._members[self.rank])
-        counts = dict.fromkeys(map(str, self._members), 0)
-        self._meeting = Notice("waits", 0, self._key, text, counts)
-        known.board.publish(self._meeting)
+        members = dict.fromkeys(map(str, self._members), 0)
+        known.board.publish(Notice("waits", 0, self._key, text, members))
         for member, notice in known.board.read().items():
-            # Who has failed to meet knows of it, and may go on with other groups.
-            stale = notice.state == "failed" and _failed
-            waits_for_me = not stale and notice.place not in _met and me in notice.counts
-            if waits_for_me and member in self._members:
+            if member in self._members and me in notice.counts and notice.place not in _met:
+                _met.add(notice.place)  # the two have failed, and may go on with other groups
                 self._fail_between_groups(
                     text, self._members.index(member), notice.text, len(notice.counts)
                 )
@@ -287,9 +281,6 @@ class Watch:
         # Before all else: a launcher that sees one process end stops the others at once.
         announce(message)
         self._publish("failed", "", message)
-        if self._before and self._meeting and not self._peers:
-            _failed.add(self._key)
-            self._before.board.publish(self._meeting._replace(state="failed"))
 
     def _describe(self, ranks: list[int], how: str = "") -> str:
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
@@ -327,8 +318,8 @@ def _some(ranks: list[int]) -> str:
 
 
 _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
-_failed: set[str] = set()  # the groups whose first meeting this rank has failed to make
-_met: set[str] = set()  # the groups in which this rank has come to the first meeting, or later ones
+# The groups to whose first meeting this rank has come, or has found that nobody will come.
+_met: set[str] = set()
 
 
 def poll(
@@ -358,9 +349,20 @@ def poll(
     return True
 
 
-def in_turn(steps: Iterator[Done]) -> Done:
-    """Begins the first of several steps; waits for that one, begins the next, and so on."""
-    pending = next(steps, None)
+def in_turn(steps: Iterator[Done], end: Callable[[Any], object] = lambda value: None) -> Done:
+    """Begins the first of several steps; waits for that one, begins the next, and so on.
+
+    `end` is called with what a generator of steps returns.
+    """
+
+    def begin_next() -> Done | None:
+        try:
+            return next(steps)
+        except StopIteration as stop:
+            end(stop.value)
+            return None
+
+    pending = begin_next()
 
     def done(seconds: float) -> bool:
         nonlocal pending
@@ -368,7 +370,7 @@ def in_turn(steps: Iterator[Done]) -> Done:
         while pending is not None:
             if not pending(max(end - time.monotonic(), 0.0)):
                 return False
-            pending = next(steps, None)
+            pending = begin_next()
         return True
 
     return done

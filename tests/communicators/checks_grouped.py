@@ -137,7 +137,8 @@ def check_layers_of_equal_groups_share_one_communicator(world: Communicator) -> 
         for layer in layers:
             layer.eval()(x)
     alone = world.size == 1
-    assert forward == ([] if alone else [world.size, *[2 * C + 4] * 20])
+    names = world.size * len('"machine 0"')
+    assert forward == ([] if alone else [world.size, names, *[2 * C + 4] * 20])
     assert backward == ([] if alone else [2 * C + 4] * 20)
     assert counting.take() == []
     assert counting.num_splits == (k < world.size)  # one machine is no reason to split

@@ -259,15 +259,15 @@ def test_a_rank_that_has_failed_to_meet_goes_on_with_other_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What another rank says of a meeting that failed for both counts no more."""
-    monkeypatch.setattr("multibn.communicators.watch._failed", set())
+    monkeypatch.setattr("multibn.communicators.watch._met", set())
     said = []
     for _ in range(2):
-        notices = {4: Notice("failed", 0, "a crossed group", "bn1", {"0": 0, "4": 0})}
+        notices = {4: Notice("waits", 0, "a crossed group", "bn1", {"0": 0, "4": 0})}
         watch = Watch(0, 2, Meeting("a group", [0, 4], set, Board(notices, 0)))
         said.append(str(_says(watch.wait, _begin, "", "bn2", 1.0)))
     assert "rank 1 is in bn1, and waits for rank 0 in another group, of 2 ranks" in said[0]
     assert "rank 0 has waited 1 s in bn2 for rank(s) [1]" in said[1]
-    assert notices[0][:4] == ("failed", 0, "a group", "bn2")
+    assert notices[0][:4] == ("waits", 0, "a group", "bn2")
 
 
 def test_a_poll_sees_soon() -> None:

@@ -70,28 +70,27 @@ class Side:
 
     The interfaces and the encryption are those of the user's gloo group, where the user's group is
     one; otherwise those that torch's environment variables say. The `store` is used by this group
-    alone; `like` is the user's group.
+    alone; `like` finds the user's group.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, like: dist.ProcessGroup | None
+        self, store: dist.Store, rank: int, size: int, like: Callable[[], dist.ProcessGroup | None]
     ) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._devices = _devices_of(like)
+        self._store, self._rank, self._size, self._like = store, rank, size, like
         self._group: Any = None
         self._sent: torch.Tensor | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def open_line(self, number: int, timeout: float) -> Generator[None, None, Line]:
+    def open_line(self, number: int, timeout: float) -> Generator[Done, None, Line]:
         """As `Transport.open_line`."""
         if self._thread is None:
             # Connecting waits for the other ranks without a deadline of multibn's.
             connect = partial(self._connect, self._options(timeout))
             self._thread = threading.Thread(target=connect, daemon=True, name="multibn-gloo")
             self._thread.start()
-        while self._thread.is_alive():
-            yield
+        is_alive = self._thread.is_alive
+        yield partial(poll, lambda: not is_alive())
         if self._error is not None:
             raise RuntimeError(f"no connection over gloo: {self._error}") from self._error
         return EngineLine(number, self._size, self._begin)
@@ -108,7 +107,7 @@ class Side:
 
     def _options(self, timeout: float) -> Any:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._threads = self._devices, 1
+        options._devices, options._threads = _devices_of(self._like()), 1
         options._timeout = timedelta(seconds=timeout + _AFTER)
         return options
 

@@ -3,7 +3,6 @@
 mpi4py is imported, and MPI thereby initialised, at the first use of a communicator and not before.
 """
 
-import os
 import sys
 from collections.abc import Generator
 from contextlib import suppress
@@ -165,13 +164,12 @@ class _Transport(Transport):
 
     def open_line(
         self, number: int, buffer: HostArray | None, timeout: float
-    ) -> "Generator[None, None, _Line]":
+    ) -> "Generator[Done, None, _Line]":
         # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.
         source = self.duplicates[0] if self.duplicates else self._comm
         duplicate, request = source.Idup()
         self.duplicates.append(duplicate)
-        while not request.Test():
-            yield
+        yield partial(poll, request.Test)
         return _Line(duplicate, buffer, self.requests)
 
     @property
@@ -191,8 +189,8 @@ class _Transport(Transport):
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(1)
 
-    def free(self, *, failed: bool) -> None:
-        for each in () if failed else (*self.requests, *reversed(self.duplicates)):
+    def free(self) -> None:
+        for each in (*self.requests, *reversed(self.duplicates)):
             each.Free()
         self.requests, self.duplicates = [], []
 
@@ -216,7 +214,7 @@ class _Line:
         from mpi4py import MPI as mpi
 
         self._in_place: Any = mpi.IN_PLACE
-        self._offers = _seconds_of_offers()
+        self._offers = seconds_of_offers()
 
     def begin(self, a: HostArray) -> Done:
         self._num_begun += 1
@@ -302,10 +300,3 @@ def _on_free(comm: "Comm", keyval: int, lines: Lines) -> None:
 
     if not _inherited and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         lines.release()
-
-
-@cache
-def _seconds_of_offers() -> float:
-    # Open MPI's name, MPICH's and Intel MPI's.
-    names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    return seconds_of_offers(max(int(os.environ.get(name, "1")) for name in names))

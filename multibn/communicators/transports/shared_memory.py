@@ -13,7 +13,8 @@ import json
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from multibn import message
 from multibn._environment import pid_space, process_state
 from multibn.communicators.lines import HostArray, seconds_of_offers
 from multibn.communicators.notices import RankLostError
-from multibn.communicators.watch import Done, never
+from multibn.communicators.watch import Done, never, poll
 
 try:
     import multibn.communicators.transports._shared_memory as core
@@ -57,7 +58,7 @@ class Machine:
 
     def open_line(
         self, number: int, buffer: HostArray | None
-    ) -> Generator[None, None, "SharedLine | None"]:
+    ) -> Generator[Done, None, "SharedLine | None"]:
         """As `Transport.open_line`; None if the ranks share no memory, or if that is full."""
         if not self._pids:
             yield from self._meet()
@@ -89,49 +90,43 @@ class Machine:
                 return RankLostError(rank)
         return None
 
-    def _meet(self) -> Generator[None, None, None]:
+    def _meet(self) -> Iterator[Done]:
         """Ends when all ranks have met."""
-        offer: dict[str, Any] = {"pid": os.getpid(), "pid_space": pid_space()}
-        with ExitStack() as stack:
-            shares = why_not() is None
-            if shares and self.rank == 0:
-                with suppress(OSError):
-                    nbytes = (2 * _NUMBER * _NUMBERS + _GATE) * self.size
-                    memory, self._memory = stack.enter_context(_offered(nbytes))
-                    offer |= memory
-            offers = yield from self._gather("offer", offer)
-            if shares and self.rank > 0:
-                self._memory = _opened(offers[0])
-            opened = self._memory is not None
-            all_opened = yield from self._gather("opened", opened, partial(_check_alive, offers))
-        self._pids = [offer["pid"] for offer in offers]
-        if not all(all_opened):
+        shares = why_not() is None
+        with ExitStack() as stack:  # until all ranks have tried to open the memory
+            if self.rank == 0:
+                offer: dict[str, Any] = {}
+                if shares:
+                    with suppress(OSError):
+                        nbytes = (2 * _NUMBER * _NUMBERS + _GATE) * self.size
+                        offer, self._memory = stack.enter_context(_offered(nbytes))
+                self._store.set("offer", json.dumps(offer))
+            else:
+                yield self._until("offer")
+                if shares:
+                    self._memory = _opened(json.loads(self._store.get("offer")))
+            keys = [f"rank {rank}" for rank in range(self.size)]
+            mine = self._memory is not None, pid_space(), os.getpid()
+            self._store.set(keys[self.rank], json.dumps(mine))
+            # While ranks are late, one key says so, and not as many as there are ranks.
+            if self._store.add("number of ranks", 1) == self.size:
+                self._store.set("all ranks", "")
+            yield self._until("all ranks")
+        ranks = [json.loads(text) for text in self._store.multi_get(keys)]
+        for rank, (_, space, pid) in enumerate(ranks):
+            if space == pid_space() and not process_state(pid):
+                raise RankLostError(rank)
+        self._pids = [pid for _, _, pid in ranks]
+        if not all(opened for opened, _, _ in ranks):
             self._memory = None
         if self._memory is not None:
             gates = np.ndarray((self.size, _GATE), np.uint8, self._memory)
             self._gates = [gate.ctypes.data for gate in gates]
             self._used = gates.size
 
-    def _gather(
-        self, what: str, mine: Any, check: Callable[[], None] = lambda: None
-    ) -> Generator[None, None, list[Any]]:
-        """`mine` of every rank; `check` raises where a rank will not come."""
-        keys = [f"{what} of {rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(mine))
-        # While ranks are late, one key says so, and not as many as there are ranks.
-        if self._store.add(f"number of {what}", 1) == self.size:
-            self._store.set(f"all of {what}", "")
-        while not self._store.check([f"all of {what}"]):
-            check()
-            yield
-        return [json.loads(text) for text in self._store.multi_get(keys)]
-
-
-def _check_alive(offers: Sequence[dict[str, Any]]) -> None:
-    """Raise if one of the processes that have made offers has ended, as far as can be seen."""
-    for rank, offer in enumerate(offers):
-        if offer["pid_space"] == pid_space() and not process_state(offer["pid"]):
-            raise RankLostError(rank)
+    def _until(self, key: str) -> Done:
+        """Waits for a key of the store."""
+        return partial(poll, lambda: self._store.check([key]), begun=time.monotonic(), longest=0.1)
 
 
 @contextmanager
@@ -222,24 +217,21 @@ class SharedLine:
         self._size, self._stride = machine.size, slots.strides[1]
         self._offset = machine.rank * self._stride
         self._buffer_at = 0 if buffer is None else buffer.ctypes.data
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._yielding = seconds_of_offers(max(self._size, local))
+        self._yielding = seconds_of_offers(self._size)
         self._begun = 0  # messages
         self._waited = 0.0  # seconds, in this message
         self._message: HostArray = np.empty(0)
         self._message_at = 0
 
-    def meet(self) -> Generator[None, None, None]:
+    def meet(self) -> Iterator[Done]:
         """Ends when all ranks have opened the line of this number.
 
         The ranks of other lines have failed to meet, and notices will say where they are.
         """
         numbers = np.array([self._number + 3.0, (self._number + 3.0) ** 2])
-        self.begin(numbers)
-        while not self._add_all(0.0):
-            yield
+        yield self.begin(numbers)
         while not message.all_equal(numbers[0], numbers[1], self._size):
-            yield
+            yield never
 
     def begin(self, a: HostArray) -> Done:
         self._begun += 1

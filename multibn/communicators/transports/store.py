@@ -37,10 +37,6 @@ class StoreBoard:
         self._ask(self._read)
         return dict(self._notices)
 
-    def clear(self, size: int) -> None:
-        """The last of `size` ranks that calls this leaves no key in the store."""
-        self._ask(lambda: self._clear(size), must=True)
-
     def close(self) -> None:
         _messenger().finish()
 
@@ -60,15 +56,7 @@ class StoreBoard:
         self._store.set(_key(self._number), text)
         self._store.add(_COUNTER, _WRITTEN)
 
-    def _clear(self, size: int) -> None:
-        if self._store.add("let go", 1) == size:
-            for key in getattr(self._store, "list_keys", list)():  # of newer torch
-                self._store.delete_key(key)
-
     def _read(self) -> None:
-        # Adding nothing would make the key.
-        if not self._count and not self._store.check([_COUNTER]):
-            return
         count = self._store.add(_COUNTER, 0)
         if count == self._count:
             return

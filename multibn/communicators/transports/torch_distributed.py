@@ -22,12 +22,12 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
-from multibn.communicators.notices import MET, Meeting
+from multibn.communicators.notices import Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import StoreBoard
-from multibn.communicators.watch import check_timeout
+from multibn.communicators.watch import Done, check_timeout
 
 
 class TorchDistributed(LineCommunicator):
@@ -210,8 +210,8 @@ class _Transport(Transport):
         self._group = _reference(group)
         self._backends = _backends(group)
         ranks = dist.get_process_group_ranks(group)
-        self._name, self._meetings = group.group_name, _world().meetings
-        self.known = Meeting(self._name, ranks, ended_ranks, self._meetings)
+        self._name = group.group_name
+        self.known = Meeting(self._name, ranks, ended_ranks, _world().meetings)
         self._machine: Machine | None = None
         self._side: Side | None = None
         self._board: StoreBoard | None = None
@@ -223,12 +223,12 @@ class _Transport(Transport):
             self._board = StoreBoard(store, self.rank)
             self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
             store = dist.PrefixStore("side", store)
-            self._side = Side(store, self.rank, self.size, self._group())
+            self._side = Side(store, self.rank, self.size, self._group)
         return self._board
 
     def open_line(
         self, number: int, buffer: HostArray | None, timeout: float
-    ) -> Generator[None, None, Line]:
+    ) -> Generator[Done, None, Line]:
         # A network that works for NCCL need not work for gloo.
         if "cpu" not in self._backends or not dist.is_gloo_available():
             return EngineLine(number, self.size, in_group(self._group, self._device()))
@@ -252,17 +252,7 @@ class _Transport(Transport):
             self._side.close(failed=failed)
         if self._machine is not None:
             self._machine.close(goodbye=not failed)
-        self._side = self._machine = None
-
-    def free(self, *, failed: bool) -> None:
-        # Torch prints a trace where the process that keeps the store has ended, and the store may
-        # end with the default group.
-        if self._board is not None and dist.is_initialized():
-            if failed:
-                self._meetings.publish(MET)
-            else:
-                self._board.clear(self.size)
-        self._board = None
+        self._side = self._machine = self._board = None  # and of the store
 
     def end(self) -> None:
         # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a

@@ -16,17 +16,17 @@ require.need("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from multibn.communicators.lines import Line, Opening  # noqa: E402
+from multibn.communicators.lines import Line  # noqa: E402
 from multibn.communicators.transports.gloo import Side  # noqa: E402
+from multibn.communicators.watch import in_turn  # noqa: E402
 
 SECONDS = 60.0
 
 
 def _opened(side: Side, number: int) -> Line:
-    opening = Opening(side.open_line(number, SECONDS))
-    assert opening.done(SECONDS)
-    assert opening.line is not None
-    return opening.line
+    opened: list[Line] = []
+    assert in_turn(side.open_line(number, SECONDS), opened.append)(SECONDS)
+    return opened[0]
 
 
 def _on_ranks(size: int, work: Callable[[Side, int], Any]) -> list[Any]:
@@ -34,7 +34,7 @@ def _on_ranks(size: int, work: Callable[[Side, int], Any]) -> list[Any]:
     store = dist.HashStore()
 
     def run(world: ThreadCommunicator) -> Any:
-        side = Side(store, world.rank, size, None)
+        side = Side(store, world.rank, size, lambda: None)
         result = work(side, world.rank)
         world._exchange(None)
         side.close(failed=False)
@@ -106,7 +106,6 @@ def test_after_a_failure_alone_the_group_is_kept_for_ever(failed: bool) -> None:
 
 
 def test_a_connection_that_fails_is_an_error() -> None:
-    side = Side(dist.HashStore(), 2, 2, None)  # a rank that cannot be
-    opening = Opening(side.open_line(0, 1.0))
+    side = Side(dist.HashStore(), 2, 2, lambda: None)  # a rank that cannot be
     with pytest.raises(RuntimeError, match="no connection over gloo: "):
-        opening.done(SECONDS)
+        _opened(side, 0)

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators.lines import HostArray, Opening
+from multibn.communicators.lines import HostArray
 from multibn.communicators.notices import RankLostError
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machine
+from multibn.communicators.watch import in_turn
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -32,14 +33,9 @@ if shared_memory.why_not() is not None:
 
 
 def _open(machine: Machine, number: int, buffer: HostArray | None = None) -> Any:
-    steps = machine.open_line(number, buffer)
-    try:
-        for _ in range(10_000):
-            next(steps)
-            time.sleep(1e-3)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("the ranks have not met")
+    opened: list[Any] = []
+    assert in_turn(machine.open_line(number, buffer), opened.append)(10.0)
+    return opened[0]
 
 
 def _on_ranks(size: int, function: Callable[[Machine], Any]) -> list[Any]:
@@ -166,9 +162,8 @@ def test_no_line_is_opened_where_memory_cannot_be_shared(
 
 def test_ranks_that_open_different_lines_do_not_meet() -> None:
     def opened(machine: Machine) -> bool:
-        steps: Any = machine.open_line(8 + machine.rank, np.zeros(16))
-        opening = Opening(steps)
-        return opening.done(1.0) or opening.done(0.1)
+        done = in_turn(machine.open_line(8 + machine.rank, np.zeros(16)))
+        return done(1.0) or done(0.1)
 
     assert _on_ranks(2, opened) == [False, False]
 
@@ -208,20 +203,19 @@ def test_a_process_that_ended_is_noticed() -> None:
 def test_a_process_that_ends_while_the_ranks_meet_is_noticed() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for space, seconds, noticed in (
-        (shared_memory.pid_space(), 10.0, True),
-        ("other", 0.2, False),
+    for space, opened, noticed in (
+        (shared_memory.pid_space(), True, True),
+        ("other", False, False),
     ):
         store = dist.HashStore()
-        store.set("offer of 1", json.dumps({"pid": ended.pid, "pid_space": space}))
-        store.add("number of offer", 1)
-        steps: Any = Machine(store, 0, 2).open_line(0, None)
-        opening = Opening(steps)
+        store.set("rank 1", json.dumps([opened, space, ended.pid]))
+        store.add("number of ranks", 1)
+        machine = Machine(store, 0, 2)
         if noticed:
             with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
-                opening.done(seconds)
+                _open(machine, 0)
         else:  # on another machine, the number says nothing
-            assert not opening.done(seconds)
+            assert _open(machine, 0) is None
 
 
 def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
