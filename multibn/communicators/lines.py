@@ -21,10 +21,9 @@ import numpy as np
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
 from multibn.communicators.base import Handle
-from multibn.communicators.notices import Board, Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.people import announce_end, uncaught
-from multibn.communicators.watch import Done, Watch, in_turn
+from multibn.communicators.watch import Board, Done, Meeting, Watch, in_turn
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -66,9 +65,6 @@ class Transport(ABC):
     def board(self) -> Board | None:
         """Where notices are left; None until the first line is open."""
 
-    def abort(self) -> None:  # noqa: B027
-        """The program ends by an error: end the other ranks where they would wait for ever."""
-
     def close(self, *, failed: bool) -> None:  # noqa: B027
         """Let go of threads and connections: the group or the program ends, or this is a fork.
 
@@ -78,8 +74,11 @@ class Transport(ABC):
     def free(self) -> None:  # noqa: B027
         """The user has destroyed the group; no message has failed, and `close` follows."""
 
-    def end(self) -> None:  # noqa: B027
-        """The program ends, and all groups were closed."""
+    def end(self, *, failed: bool) -> None:  # noqa: B027
+        """The program ends, and all groups were closed.
+
+        After an error: end the other ranks where they would wait for ever.
+        """
 
 
 class Lines:
@@ -241,12 +240,10 @@ def _leave() -> None:
     announce_end()
     every = list(_all_lines)
     error = uncaught()
-    if error is not None or any(lines.watch.failure for lines in every):
-        for lines in every:
-            lines.transport.abort()
+    failed = error is not None or any(lines.watch.failure for lines in every)
     for lines in every:
         lines.watch.leave(error)
     for lines in every:
         lines.transport.close(failed=lines.watch.failure is not None)
     for lines in every:
-        lines.transport.end()
+        lines.transport.end(failed=failed)

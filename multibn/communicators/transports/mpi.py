@@ -18,8 +18,7 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.notices import Board, Notice
-from multibn.communicators.watch import Done, check_timeout, poll
+from multibn.communicators.watch import Board, Done, Notice, check_timeout, poll
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -179,12 +178,12 @@ class _Transport(Transport):
             self._board = _Board(self.duplicates[0])
         return self._board
 
-    def abort(self) -> None:
+    def end(self, *, failed: bool) -> None:
         # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be
         # finalized with a message under way.
         from mpi4py import MPI as mpi
 
-        if mpi.COMM_WORLD.size > 1 and not mpi.Is_finalized():
+        if failed and mpi.COMM_WORLD.size > 1 and not mpi.Is_finalized():
             sys.stdout.flush()
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(1)

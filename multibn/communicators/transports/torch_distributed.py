@@ -22,12 +22,11 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
-from multibn.communicators.notices import Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import StoreBoard
-from multibn.communicators.watch import Done, check_timeout
+from multibn.communicators.watch import Done, Meeting, check_timeout
 
 
 class TorchDistributed(LineCommunicator):
@@ -245,8 +244,6 @@ class _Transport(Transport):
             return bound or torch.device("cuda", torch.cuda.current_device())
         return torch.device(kind)
 
-    # Torchrun ends the other ranks when it sees that this process has failed: no `abort`.
-
     def close(self, *, failed: bool) -> None:
         if self._side is not None:
             self._side.close(failed=failed)
@@ -254,7 +251,8 @@ class _Transport(Transport):
             self._machine.close(goodbye=not failed)
         self._side = self._machine = self._board = None  # and of the store
 
-    def end(self) -> None:
+    def end(self, *, failed: bool) -> None:
+        # Torchrun ends the other ranks when it sees that this process has failed.
         # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
         # trial).
         global _latest_world
