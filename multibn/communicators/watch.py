@@ -213,9 +213,9 @@ class Watch:
     def _read(self) -> dict[int, Notice]:
         return self.board.read() if self.board is not None else {}
 
-    def _check_for_end(self, text: str, notices: dict[int, Notice], left: list[int]) -> None:
+    def _check_for_end(self, text: str, notices: dict[int, Notice]) -> None:
         """Raise if a rank will not come, because its program has ended or has failed."""
-        if left := left or [r for r, n in notices.items() if n.state == "left"]:
+        if left := [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
                 ConnectionError,
                 f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, whose program ended "
@@ -234,7 +234,7 @@ class Watch:
         """The others' notices; raises if one of them says that its rank will not come."""
         _met.add(self._key)
         notices = self._notices()
-        self._check_for_end(text, notices, [])
+        self._check_for_end(text, notices)
         elsewhere = {r: n for r, n in notices.items() if n.place != place}
         if elsewhere:
             others = "; ".join(f"rank {r} is in {n.text}" for r, n in _first(elsewhere.items()))
@@ -304,17 +304,16 @@ class Watch:
         )
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
-        gone = [error.rank] if isinstance(error, RankLostError) else []
-        left, lost = gone if getattr(error, "has_left", False) else [], list[int]()
+        gone, lost = [error.rank] if isinstance(error, RankLostError) else [], list[int]()
+        if getattr(error, "has_left", False):
+            self._check_for_end(text, {gone[0]: Notice("left", self.completed, "", "")})
         # Alive, with a broken connection: the others need not name this rank.
         self._publish("looks", "", text)
         end = time.monotonic() + _SEARCH
         while not lost:
             # A rank may break a connection before its process is seen to end, or say why it ended.
             notices = self._notices()
-            self._check_for_end(
-                text, {r: notices[r] for r in gone or notices if r in notices}, left
-            )
+            self._check_for_end(text, {r: notices[r] for r in gone or notices if r in notices})
             others = [r for r in range(self.size) if r != self.rank]
             states = {r: self._state(r) for r in others}
             lost = gone or [r for r in others if states[r] == "has ended"]
