@@ -240,7 +240,11 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
         if _under_torchrun(world):
             import torch.distributed as dist
 
+            name = f"multibn/{communicator.group.group_name}/"
             dist.destroy_process_group(communicator.group)
+            world.allreduce(np.ones(1))  # the last rank to let go leaves no key
+            keys = dist.distributed_c10d._get_default_store().list_keys()
+            assert not [key for key in keys if name in key]
         else:
             communicator.comm.Free()
             assert not lines.transport.duplicates

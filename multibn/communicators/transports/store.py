@@ -37,6 +37,10 @@ class StoreBoard:
         self._ask(self._read)
         return dict(self._notices)
 
+    def clear(self, size: int) -> None:
+        """The last of `size` ranks that calls this leaves no key in the store."""
+        self._ask(lambda: self._clear(size), must=True)
+
     def close(self) -> None:
         _messenger().finish()
 
@@ -55,6 +59,11 @@ class StoreBoard:
             self._number = self._store.add(_COUNTER, 1) % _WRITTEN
         self._store.set(_key(self._number), text)
         self._store.add(_COUNTER, _WRITTEN)
+
+    def _clear(self, size: int) -> None:
+        if self._store.add("let go", 1) == size:
+            for key in getattr(self._store, "list_keys", list)():  # of newer torch
+                self._store.delete_key(key)
 
     def _read(self) -> None:
         count = self._store.add(_COUNTER, 0)

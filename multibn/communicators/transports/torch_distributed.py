@@ -244,6 +244,11 @@ class _Transport(Transport):
             return bound or torch.device("cuda", torch.cuda.current_device())
         return torch.device(kind)
 
+    def free(self) -> None:
+        # Torch prints a trace where the process that keeps the store has ended.
+        if self._board is not None and dist.is_initialized():
+            self._board.clear(self.size)
+
     def close(self, *, failed: bool) -> None:
         if self._side is not None:
             self._side.close(failed=failed)

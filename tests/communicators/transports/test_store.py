@@ -60,7 +60,10 @@ def test_ranks_ask_for_one_key_where_nothing_is_new() -> None:
     assert boards[0].read() == {rank: _notice(rank) for rank in range(1, SIZE)}
     boards[1].publish(_notice(2))
     assert boards[0].read()[1] == _notice(2)
+    for board in boards:
+        board.clear(SIZE)
     boards[0].close()
+    assert not asked.list_keys()
 
 
 def test_a_notice_that_is_being_written_is_read_later() -> None:
