@@ -99,28 +99,14 @@ def select_backend(comm_type: type, communication_backend: str) -> str:
     return communication_backend
 
 
-_NCCL_DTYPES = ("float16", "float32", "float64", "int32", "int64")
-
-
 def sum_by_nccl(comm: Any, x: Array, /) -> Array:
     """Sum `x`, an array on a GPU, over the ranks of a NcclCommunicator of CuPy's.
 
     Collective. Returns a new array like `x`. Nothing waits for the host.
-
-    Raises
-    ------
-    TypeError
-        If `x` is of another dtype than floating-point or integers of NCCL's that CuPy has.
     """
     import cupy
     from cupy.cuda import nccl
 
-    dtype = str(x.dtype).removeprefix("torch.")
-    if dtype not in _NCCL_DTYPES:
-        raise TypeError(
-            f"an array that NCCL sums must be of dtype {', '.join(_NCCL_DTYPES[:-1])} or "
-            f"{_NCCL_DTYPES[-1]}: got {dtype}. Convert it first."
-        )
     if is_torch_array(x):
         import torch
 
@@ -129,7 +115,7 @@ def sum_by_nccl(comm: Any, x: Array, /) -> Array:
     with x.device:
         x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
         out = cupy.empty_like(x)
-        kind = getattr(nccl, f"NCCL_{dtype.upper()}")
+        kind = getattr(nccl, f"NCCL_{str(x.dtype).upper()}")
         stream = cupy.cuda.get_current_stream()
         comm.allReduce(x.data.ptr, out.data.ptr, x.size, kind, nccl.NCCL_SUM, stream.ptr)
     return out

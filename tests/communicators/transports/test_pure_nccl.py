@@ -55,8 +55,6 @@ def test_arrays_are_summed_in_the_current_stream(cupy: Any, monkeypatch: Any) ->
         summed = sum_by_nccl(comm, t)
         assert torch.equal(summed, 2 * t.detach())
         assert not summed.requires_grad
-        with pytest.raises(TypeError, match=r"of dtype float16, .* or int64: got complex64. Conve"):
-            sum_by_nccl(comm, cupy.asarray(np.ones(1, np.complex64)))
 
     run_ranks(2, work)
 
