@@ -329,7 +329,7 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
     from multibn.communicators.transports import mpi
 
     for ranks in ((world.size,), (world.rank, world.size)):
-        restored = mpi._restore(ranks, 1.0)
+        restored = mpi._restore(mpi.MPI, (("timeout", 1.0), ("world_ranks", ranks)))
         message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
         with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))

@@ -6,7 +6,6 @@ from typing import Any
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
-from multibn.communicators.base import SingleProcess
 from multibn.communicators.transports.mpi import MPI, find_comm
 
 
@@ -70,12 +69,6 @@ class ChainerMN(MPI):
         comm = self.comm.split(color, key)
         return ChainerMN(comm, self.communication_backend, timeout=self.timeout)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        find, arguments = super().__reduce__()
-        if find is SingleProcess:
-            return find, arguments
-        return _restore, (self._class, self.world_ranks, self.timeout, self.communication_backend)
-
     def __repr__(self) -> str:
         return f"ChainerMN(communication_backend={self.communication_backend!r})"
 
@@ -128,11 +121,3 @@ def _find_comm(cls: Any, world_ranks: tuple[int, ...] | None) -> Any:
     Collective over those ranks when it is first called for them.
     """
     return cls(mpi_comm=find_comm(world_ranks))
-
-
-def _restore(cls: type, ranks: tuple[int, ...] | None, timeout: float, backend: str) -> ChainerMN:
-    restored = ChainerMN.__new__(ChainerMN)
-    MPI.__init__(restored, timeout=timeout)
-    restored._class, restored.world_ranks = cls, ranks
-    restored.communication_backend = backend
-    return restored

@@ -118,7 +118,9 @@ class MPI(LineCommunicator):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world_ranks is not None and len(self.world_ranks) == 1:
             return SingleProcess, ()
-        return _restore, (self.world_ranks, self.timeout)
+        found = ("comm", "mpi_comm", "lines")  # anew
+        kept = sorted(item for item in vars(self).items() if item[0] not in found)
+        return _restore, (type(self), tuple(kept))
 
     def __repr__(self) -> str:
         ranks = "world" if self.world_ranks is None else list(self.world_ranks)
@@ -145,9 +147,9 @@ def find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
     return world.Create_group(world.group.Incl(world_ranks))
 
 
-def _restore(world_ranks: tuple[int, ...] | None, timeout: float) -> MPI:
-    restored = MPI(timeout=timeout)
-    restored.world_ranks = world_ranks
+def _restore(cls: type[MPI], attributes: tuple[tuple[str, Any], ...]) -> MPI:
+    restored = cls.__new__(cls)
+    vars(restored).update(attributes)
     return restored
 
 
