@@ -36,6 +36,6 @@ def make(name: str, pixels: int, mode: Mode) -> RevMViT:
     config = RevMViTConfig(
         crop_size=pixels, num_frames=1, num_classes=10, head_dropout_rate=0.0, patch_2d=True,
         patch_kernel=(16, 16), patch_stride=(16, 16), patch_padding=(0, 0), embed_dim=192,
-        num_heads=3, depth=int(name.split()[0]),
+        num_heads=3, depth=int(name.split()[0]), mode=mode,
     )  # fmt: skip
-    return RevMViT(config, mode=mode)
+    return RevMViT(config)

@@ -8,6 +8,7 @@ bytes kept for the backward pass, compared with the same model with stored activ
 
 import argparse
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def main() -> None:
     films = [decode(film) for film in FILMS]
 
     torch.manual_seed(args.seed)  # the same weights on all ranks, ...
-    model = RevMViT(CONFIG, norm=args.norm)
+    model = RevMViT(replace(CONFIG, norm=args.norm))
     torch.manual_seed(args.seed + rank)  # ... and other brightness
     train(model, Clips(films, training=True), args.epochs)
     right, total = test(model, Clips(films, training=False), rank, size)

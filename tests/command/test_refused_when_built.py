@@ -61,7 +61,7 @@ _RULES = {
     "decay": SHARE,
     "weighting running_var avg_var communication_backend how": CHOICE,
     "estimator nonfinite": CHOICE,
-    "mode norm name pool_mode head_act res_path respath_fuse pre_q_fusion drop_path_mode": CHOICE,
+    "mode norm name pool_mode head_act respath_fuse pre_q_fusion drop_path_mode": CHOICE,
     "num_features num_splits num_samples num_iters every_n_epochs": POSITIVE_INT,
     "interval crop_size num_frames in_channels num_classes embed_dim num_heads": POSITIVE_INT,
     "depth dim": POSITIVE_INT,
@@ -88,7 +88,6 @@ OTHER_RULES = {
     ("get_norm", "dim"): Wrong((0, 4, -1, *ANY_INT.values)),
 }
 EXEMPT = {
-    "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)",  # for the model to check
     "communicators.transports.mpi.MPI(comm=)",  # looking at it initialises MPI
 }
 # Arguments that a callable hands on by `**options`.

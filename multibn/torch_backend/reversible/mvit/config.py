@@ -3,23 +3,41 @@
 import ast
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
-from multibn._typing import check_choice, check_int, check_ints, check_number
+from torch import nn
 
+from multibn._typing import check_choice, check_int, check_ints, check_number
+from multibn.torch_backend.layer.modules import SyncBatchNorm
+from multibn.torch_backend.reversible.engine import Mode
+
+Role = Literal["block", "pool", "residual", "fuse", "stem", "final"]
+NormFactory = Callable[[int, Role], nn.Module]
 PoolMode = Literal["conv", "conv_unshared", "avg", "max"]
 DropPathMode = Literal["residual_branch", "whole"]
 
 # Of the numbers; all others are probabilities.
 _INTERVALS = {"mlp_ratio": "(0, inf)", "head_init_scale": "(-inf, inf)"}
 
+_NORMS: dict[Any, NormFactory] = {
+    # As in the published models: torch's eps, 1e-5, before the MLP of a fusion only.
+    "layernorm": lambda dim, role: nn.LayerNorm(dim, eps=1e-5 if role == "fuse" else 1e-6),
+    "batchnorm": lambda dim, role: nn.BatchNorm1d(dim),
+    "sync_batchnorm": lambda dim, role: SyncBatchNorm(dim),
+}
+
 _FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(?P<width>[\d.]+))?(_(?P<drop>[\d.]+))?")
 
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
-_LEAF = (Sequence, int, float, type(None))  # bool is an int, str a Sequence
+# Keys that become no option, with the one value that they may have, and SlowFast's default.
+_FIXED = {
+    "MVIT.REV.ENABLE": (True, False, "another model"),
+    "MVIT.REV.RES_PATH": ("conv", "conv", "with which SlowFast's own model fails"),
+    "DETECTION.ENABLE": (False, False, "and this is a classifier"),
+}
 
 # Keys of MVIT that are accepted and become no option: SlowFast's reversible model does not read
 # them either, or another option says the same.
@@ -27,7 +45,6 @@ _UNREAD = {
     "MVIT.CLS_EMBED_ON",
     "MVIT.LAYER_SCALE_INIT_VALUE",
     "MVIT.DIM_MUL_IN_ATT",
-    "MVIT.REV.ENABLE",
 }
 
 
@@ -72,7 +89,12 @@ class RevMViTConfig:
         Learned position embeddings; separate ones for space and time; instead, fixed sines and
         cosines, which are added twice, as in SlowFast.
     norm
-        `"layernorm"`, `"batchnorm"` or `"sync_batchnorm"`, see `RevMViT`.
+        Every norm of the model: `"layernorm"`, as published; `"batchnorm"`, nn.BatchNorm1d;
+        `"sync_batchnorm"`, `SyncBatchNorm` over the default process group; or a function (dim,
+        role) -> nn.Module, whose roles are `"block"` (before attention and MLP), `"pool"` (of
+        queries, keys and values), `"residual"` (of a transition's residual, if norms have buffers),
+        `"fuse"`, `"stem"` and `"final"`. Batch norms of torch and multibn, for `(N, C, L)`,
+        normalize the last axis of `(B, ..., C)`, too. A model is pickled with this function.
     norm_stem, use_mean_pooling
         A norm before the first layer; the mean over tokens before instead of after the last norm.
     dropout_rate, droppath_rate
@@ -87,13 +109,14 @@ class RevMViTConfig:
         `"concat_linear_2_0.1"` adds dropout, and a prefix `"ln+"` puts a norm before the MLP.
     buffer_layers
         The stage transitions: layers that are not reversible, so that grid and width can change.
-    res_path
-        Pooling of the residual of a stage transition: `"conv"`, as the queries, or `"max"`.
     drop_path_mode
-        Stochastic depth of stage transitions, not a key of SlowFast: `"residual_branch"` skips
-        attention and MLP; `"whole"` zeroes the output of dropped samples, as SlowFast does.
-    tied_drop_path
-        See `ReversibleSequence`; not a key of SlowFast, which always ties them.
+        How samples are dropped, not a key of SlowFast: `"residual_branch"` skips attention and MLP
+        of stage transitions, and F and G of a block independently; `"whole"` zeroes the output of a
+        transition, and skips both F and G, as SlowFast does.
+    mode
+        Of training, not a key of SlowFast: `"auto"` recomputes activations in the backward pass,
+        `"reversible"` also those of frozen blocks, and `"stored"` stores them, see
+        `ReversibleSequence`. In evaluation activations are stored.
 
     Raises
     ------
@@ -143,7 +166,7 @@ class RevMViTConfig:
     use_abs_pos: bool = _key("MVIT.USE_ABS_POS", True)
     sep_pos_embed: bool = _key("MVIT.SEP_POS_EMBED", False)
     use_fixed_sincos_pos: bool = _key("MVIT.USE_FIXED_SINCOS_POS", False)
-    norm: str = _key("MVIT.NORM", "layernorm")
+    norm: str | NormFactory = _key("MVIT.NORM", "layernorm")  # noqa: RUF009
     norm_stem: bool = _key("MVIT.NORM_STEM", False)
     use_mean_pooling: bool = _key("MVIT.USE_MEAN_POOLING", False)
     dropout_rate: float = _key("MVIT.DROPOUT_RATE", 0.0)
@@ -153,9 +176,8 @@ class RevMViTConfig:
     respath_fuse: str = _key("MVIT.REV.RESPATH_FUSE", "concat")
     pre_q_fusion: str = _key("MVIT.REV.PRE_Q_FUSION", "avg")
     buffer_layers: Sequence[int] = _key("MVIT.REV.BUFFER_LAYERS", ())
-    res_path: Literal["conv", "max"] = _key("MVIT.REV.RES_PATH", "conv")
     drop_path_mode: DropPathMode = "residual_branch"
-    tied_drop_path: bool = False
+    mode: Mode = "auto"
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
@@ -168,6 +190,12 @@ class RevMViTConfig:
                 check_int(name, value)
             elif hint is float:
                 check_number(name, value, _INTERVALS.get(name, "[0, 1)"))
+        if not (callable(self.norm) or self.norm in _NORMS):
+            raise ValueError(
+                f"`norm` must be one of {', '.join(map(repr, _NORMS))} or a function (dim, role) "
+                f"-> nn.Module: got {self.norm!r}. Other batch norms go in as functions: "
+                "norm=lambda dim, role: SubBatchNorm1d(4, dim)."
+            )
         parse_fusion("respath_fuse", self.respath_fuse)
         parse_fusion("pre_q_fusion", self.pre_q_fusion)
         axes = 2 if self.patch_2d else 3
@@ -180,7 +208,7 @@ class RevMViTConfig:
         for name in ("patch_kernel", "patch_stride", "pool_kv_stride_adaptive", "pool_kvq_kernel"):
             check_ints(name, getattr(self, name) or ())
         check_ints("patch_padding", self.patch_padding, least=0)
-        self._check_transitions()
+        self._check_layers("buffer_layers", self.buffer_layers)
         for name in ("pool_q_stride", "pool_kv_stride"):
             for _, *stride in self._entries(name, "(layer, T, H, W)", 4):
                 check_ints(name, stride)
@@ -196,11 +224,6 @@ class RevMViTConfig:
             raise ValueError(
                 "`pool_mode` 'conv_unshared' pools the input of the attention: got "
                 "pool_first=False. Set pool_first=True, or take 'conv'."
-            )
-        if self.use_fixed_sincos_pos and self.embed_dim % 16:
-            raise ValueError(
-                "`embed_dim` must be a multiple of 16 with `use_fixed_sincos_pos`: got "
-                f"{self.embed_dim}."
             )
 
     def _entries(self, name: str, words: str, length: int) -> tuple[tuple[Any, ...], ...]:
@@ -218,35 +241,24 @@ class RevMViTConfig:
                 f"`{name}` must name layers from 0 to {self.depth - 1}: got {outside[0]}."
             )
 
-    def _check_transitions(self) -> None:
-        transitions, last = self.buffer_layers, self.depth - 1
-        self._check_layers("buffer_layers", transitions)
-        if 0 in transitions:
-            problem = "layer 0, which has one stream to read and not two"
-        elif last in transitions:
-            problem = f"the last layer, {last}, which has two streams to return and not one"
-        elif adjacent := [i for i in transitions if i + 1 in transitions]:
-            problem = f"neighbours, {adjacent[0]} and {adjacent[0] + 1}"
-        else:
-            return
-        raise ValueError(
-            "`buffer_layers` must have a reversible layer on either side of each stage transition: "
-            f"got {problem}."
-        )
+    def make_norm(self, dim: int, role: Role) -> nn.Module:
+        """The norm of `dim` channels in this place."""
+        make = self.norm if callable(self.norm) else _NORMS[self.norm]
+        return make(dim, role)
 
     @classmethod
     def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":
         """Read the options from one of SlowFast's configs.
 
         The model has SlowFast's numbers, but for stochastic depth, for which SlowFast's are
-        `drop_path_mode="whole", tied_drop_path=True`.
+        `drop_path_mode="whole"`.
 
         Parameters
         ----------
         cfg
-            Path of a yaml file (needs PyYAML), or such a config as a dict, a yacs CfgNode, an
-            OmegaConf config, or an object with attributes. Missing keys have SlowFast's defaults;
-            keys outside MVIT that do not concern the model are ignored.
+            Path of a yaml file (needs PyYAML), or such a config as a dict, a yacs CfgNode or an
+            OmegaConf config. Missing keys have SlowFast's defaults; keys outside MVIT that do not
+            concern the model are ignored.
         **options
             Fields that replace those of `cfg`.
 
@@ -254,7 +266,7 @@ class RevMViTConfig:
         ------
         ValueError
             If MVIT has a key that SlowFast does not have, MVIT.REV.ENABLE is not True,
-            DETECTION.ENABLE is True, or an option is not valid.
+            MVIT.REV.RES_PATH is not "conv", DETECTION.ENABLE is True, or an option is not valid.
 
         Warns
         -----
@@ -265,18 +277,15 @@ class RevMViTConfig:
             import yaml  # an optional dependency
 
             cfg = yaml.safe_load(Path(cfg).read_text(encoding="utf-8"))
-        values = _flatten(cfg)
+        values = _flatten({section: cfg[section] for section in _SECTIONS if section in cfg})
         keys = {f.metadata["key"]: f.name for f in fields(cls) if f.metadata}
-        unknown = [k for k in values if k.startswith("MVIT.") and k not in _UNREAD | set(keys)]
+        known = {*keys, *_FIXED, *_UNREAD}
+        unknown = [key for key in values if key.startswith("MVIT.") and key not in known]
         if unknown:
             raise ValueError(f"`cfg` has keys that no reversible MViT reads: {', '.join(unknown)}.")
-        if values.get("MVIT.REV.ENABLE") is not True:
-            raise ValueError(
-                "`cfg.MVIT.REV.ENABLE` must be True: got "
-                f"{values.get('MVIT.REV.ENABLE')!r}, which is another model."
-            )
-        if values.get("DETECTION.ENABLE"):
-            raise ValueError("`cfg.DETECTION.ENABLE` must be False: this is a classifier.")
+        for key, (wanted, default, why) in _FIXED.items():
+            if (got := values.get(key, default)) != wanted:
+                raise ValueError(f"`cfg.{key}` must be {wanted!r}: got {got!r}, {why}.")
         if values.get("MVIT.CLS_EMBED_ON"):
             warnings.warn(
                 "`cfg.MVIT.CLS_EMBED_ON` is True, and a reversible model has no cls token: the "
@@ -287,11 +296,6 @@ class RevMViTConfig:
         if "in_channels" in read:  # a list with one number per pathway; this model has one pathway
             read["in_channels"] = read["in_channels"][0]
         return cls(**(read | options))
-
-
-def keeps_width(mode: str) -> bool:
-    """Whether a fusion of this mode returns a tensor as wide as both streams together."""
-    return "concat" in mode
 
 
 def parse_fusion(name: str, mode: str) -> tuple[float, float] | None:
@@ -317,14 +321,11 @@ def _as_tuple(value: Any) -> Any:
     return value
 
 
-def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The config as one dict with dotted keys."""
-    entries = node if isinstance(node, Mapping) else vars(node)
     leaves: dict[str, Any] = {}
-    for key, value in entries.items():
-        if not prefix and key not in _SECTIONS:
-            continue
-        if isinstance(value, Mapping) or not isinstance(value, _LEAF):
+    for key, value in node.items():
+        if isinstance(value, Mapping):
             leaves |= _flatten(value, f"{prefix}{key}.")
         else:
             leaves[prefix + key] = _literal(value)

@@ -1,23 +1,21 @@
 """Layers of a reversible MViT: norms, attention, MLP, their blocks, transitions between stages."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.synchronized import Synchronized
 from multibn.torch_backend.reversible.engine import drop_scale
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, parse_fusion
-from multibn.torch_backend.reversible.mvit.layout import Grid, LayerSizes, default_kernel
+from multibn.torch_backend.reversible.mvit.layout import Grid, LayerSizes
 
-Role = Literal["block", "pool", "residual", "fuse", "stem", "final"]
-NormFactory = Callable[[int, Role], nn.Module]
 _POOLS: dict[str, Any] = {"avg": nn.AvgPool3d, "max": nn.MaxPool3d}
 _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
@@ -25,31 +23,6 @@ _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-
-
-def layer_norm(dim: int, role: Role) -> nn.Module:
-    """nn.LayerNorm as in the published models: eps 1e-6, but torch's 1e-5 before a fusion's MLP."""
-    return nn.LayerNorm(dim, eps=1e-5 if role == "fuse" else 1e-6)
-
-
-_BY_NAME: dict[str, NormFactory] = {
-    "layernorm": layer_norm,
-    "batchnorm": lambda dim, role: nn.BatchNorm1d(dim),
-    "sync_batchnorm": lambda dim, role: SyncBatchNorm(dim),
-}
-
-
-def norm_factory(norm: Any) -> NormFactory:
-    """`norm` itself if callable, or the factory of that name."""
-    if callable(norm):
-        return norm
-    if isinstance(norm, str) and norm in _BY_NAME:
-        return _BY_NAME[norm]
-    known = ", ".join(map(repr, _BY_NAME))
-    raise ValueError(
-        f"`norm` must be one of {known} or a function (dim, role) -> nn.Module: got {norm!r}. "
-        "Other batch norms go in as functions: norm=lambda dim, role: SubBatchNorm1d(4, dim)."
-    )
 
 
 def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
@@ -118,7 +91,7 @@ class MultiScaleAttention(nn.Module):
     """Multi-head attention that pools queries, keys and values over the token grid.
 
     `layer` says its sizes, `config` its options. `layer.grid` decides the size of the relative
-    positions; `forward` takes other grids, too. `norm` makes the norms after the pooling.
+    positions; `forward` takes other grids, too.
 
     Fan et al., "Multiscale Vision Transformers", ICCV 2021; Li et al., "MViTv2", CVPR 2022.
     """
@@ -127,7 +100,7 @@ class MultiScaleAttention(nn.Module):
     rel_pos_w: Tensor | None
     rel_pos_t: Tensor | None
 
-    def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
+    def __init__(self, layer: LayerSizes, config: RevMViTConfig) -> None:
         super().__init__()
         dim, dim_out, bias = layer.dim, layer.dim_out, config.qkv_bias
         self.num_heads = layer.num_heads
@@ -147,7 +120,8 @@ class MultiScaleAttention(nn.Module):
 
         def pooling(kernel: Sequence[int], stride: Sequence[int]) -> list[nn.Module | None]:
             pool = _make_pool(config.pool_mode, channels, kernel, stride)
-            return [pool, norm(channels, "pool") if isinstance(pool, nn.Conv3d) else None]
+            normed = isinstance(pool, nn.Conv3d)
+            return [pool, config.make_norm(channels, "pool") if normed else None]
 
         self.pool_q, self.norm_q = pooling(layer.kernel_q, layer.stride_q)
         self.pool_k, self.norm_k = pooling(layer.kernel_kv, layer.stride_kv)
@@ -223,7 +197,10 @@ def _make_pool(
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU between them; the output is as wide as the input."""
+    """Two linear layers with a GELU between them; the output is as wide as the input.
+
+    Ignores the grid: both functions of a block get the same arguments.
+    """
 
     def __init__(self, dim: int, hidden: int, drop_rate: float = 0.0) -> None:
         super().__init__()
@@ -232,14 +209,16 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
         self.drop = nn.Dropout(drop_rate)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
 
-class _NormedMlp(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        norm, mlp = self
-        return mlp(normalize_last_axis(norm, x))
+class SubBlock(nn.Sequential):
+    """A norm, and attention or an MLP after it."""
+
+    def forward(self, x: Tensor, *thw: Grid) -> Tensor:
+        norm, function = self
+        return function(normalize_last_axis(norm, x), *thw)
 
 
 class TwoStreamFusion(nn.Module):
@@ -248,7 +227,7 @@ class TwoStreamFusion(nn.Module):
     `RevMViTConfig` lists the modes.
     """
 
-    def __init__(self, mode: str, dim: int, norm: NormFactory) -> None:
+    def __init__(self, mode: str, dim: int, config: RevMViTConfig) -> None:
         super().__init__()
         self.mode = mode
         linear = parse_fusion("mode", mode)
@@ -256,7 +235,7 @@ class TwoStreamFusion(nn.Module):
             width, drop_rate = linear
             mlp = Mlp(dim, int(dim * width), drop_rate)
             normed = mode.startswith("ln+")
-            self.fuse_fn = _NormedMlp(norm(dim, "fuse"), mlp) if normed else mlp
+            self.fuse_fn = SubBlock(config.make_norm(dim, "fuse"), mlp) if normed else mlp
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode in _ELEMENTWISE:
@@ -264,39 +243,17 @@ class TwoStreamFusion(nn.Module):
         return x if self.mode == "concat" else self.fuse_fn(x) + x
 
 
-class AttentionSubBlock(nn.Module):
-    """Norm, then attention."""
-
-    def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
-        super().__init__()
-        self.norm = norm(layer.dim, "block")
-        self.attn = MultiScaleAttention(layer, config, norm)
-
-    def forward(self, x: Tensor, thw: Grid) -> Tensor:
-        return self.attn(normalize_last_axis(self.norm, x), thw)
-
-
-class MlpSubBlock(nn.Module):
-    """Norm, then MLP."""
-
-    def __init__(self, dim: int, mlp_ratio: float, norm: NormFactory) -> None:
-        super().__init__()
-        self.norm = norm(dim, "block")
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
-
-    def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
-        """Ignores `thw`: both functions of a block get the same arguments."""
-        return self.mlp(normalize_last_axis(self.norm, x))
-
-
 class ReversibleBlock(nn.Module):
     """The functions F and G of a reversible block, which `run_blocks` runs."""
 
-    def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
+    def __init__(self, layer: LayerSizes, config: RevMViTConfig) -> None:
         super().__init__()
         self.drop_path = layer.drop_path
-        self.F = AttentionSubBlock(layer, config, norm)
-        self.G = MlpSubBlock(layer.dim_out, config.mlp_ratio, norm)
+        norm_f = config.make_norm(layer.dim, "block")
+        self.F = SubBlock(OrderedDict(norm=norm_f, attn=MultiScaleAttention(layer, config)))
+        norm_g = config.make_norm(layer.dim_out, "block")
+        mlp = Mlp(layer.dim_out, int(layer.dim_out * config.mlp_ratio))
+        self.G = SubBlock(OrderedDict(norm=norm_g, mlp=mlp))
 
 
 class StageTransitionBlock(ReversibleBlock):
@@ -307,23 +264,19 @@ class StageTransitionBlock(ReversibleBlock):
     input, the residual has a norm of its own, `norm_res`, because its statistics differ.
     """
 
-    def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
-        super().__init__(layer, config, norm)
+    def __init__(self, layer: LayerSizes, config: RevMViTConfig) -> None:
+        super().__init__(layer, config)
         self.drop_path_mode = config.drop_path_mode
         self.project_first = not config.pool_first
-        self.pre_q_fuse = TwoStreamFusion(config.pre_q_fusion, layer.dim, norm)
-        self.pool_skip: nn.Module | None = None
-        self.own_pool = config.res_path == "max"
-        if self.own_pool:
-            self.pool_skip = _make_pool("max", 0, default_kernel(layer.stride_q), layer.stride_q)
+        self.pre_q_fuse = TwoStreamFusion(config.pre_q_fusion, layer.dim, config)
         self.res_proj: nn.Module = nn.Identity()
         if layer.dim != layer.dim_out:
             self.res_proj = nn.Linear(layer.dim, layer.dim_out)
         self.norm_res: nn.Module | None = None
-        norm_q = self.F.attn.norm_q
-        if not self.own_pool and norm_q is not None and list(norm_q.buffers()):
+        attn: Any = self.F.attn
+        if attn.norm_q is not None and list(attn.norm_q.buffers()):
             width = layer.dim_out if self.project_first else layer.dim
-            self.norm_res = norm(width // self.F.attn.pool_heads, "residual")
+            self.norm_res = config.make_norm(width // attn.pool_heads, "residual")
 
     def forward(self, x: Tensor, thw: Grid) -> tuple[Tensor, Grid]:
         """Both streams `(B, N, 2C)` on the grid `thw` to one `(B, N', dim_out)`, and its grid."""
@@ -336,15 +289,11 @@ class StageTransitionBlock(ReversibleBlock):
         return _drop_path(x, output_rate), pooled_thw
 
     def _residual(self, x: Tensor, thw: Grid) -> tuple[Tensor, Grid]:
-        attn = self.F.attn
+        attn: Any = self.F.attn
         if self.project_first:
             x = self.res_proj(x)
-        if self.own_pool:
-            heads, pool, norm = 1, self.pool_skip, None
-        else:
-            heads, pool = attn.pool_heads, attn.pool_q
-            norm = attn.norm_q if self.norm_res is None else self.norm_res
-        pooled, thw = pool_tokens(split_heads(x, heads), pool, thw, norm)
+        norm = attn.norm_q if self.norm_res is None else self.norm_res
+        pooled, thw = pool_tokens(split_heads(x, attn.pool_heads), attn.pool_q, thw, norm)
         x = merge_heads(pooled)
         return x if self.project_first else self.res_proj(x), thw
 

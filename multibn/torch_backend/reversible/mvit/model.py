@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from multibn._typing import check_choice
 from multibn.torch_backend.reversible.engine import Mode, run_blocks
-from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, keeps_width
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 from multibn.torch_backend.reversible.mvit.layers import (
     ReversibleBlock,
     StageTransitionBlock,
     TwoStreamFusion,
-    norm_factory,
     normalize_last_axis,
 )
 from multibn.torch_backend.reversible.mvit.layout import Grid, patch_grid, plan
@@ -32,14 +30,11 @@ class ReversibleMViT(nn.Module):
         A `RevMViTConfig`, or an argument of `RevMViTConfig.from_slowfast`.
     model
         SlowFast's argument, the surrounding module. Not read: `config` says all that it says.
-    norm
-        See `RevMViT`.
-    mode
-        `"auto"`, `"reversible"` or `"stored"` in training, see `ReversibleSequence`; an attribute,
-        which may be changed. In evaluation activations are stored.
 
     Attributes
     ----------
+    mode
+        That of the config; may be changed.
     no_custom_backward
         SlowFast's name: True is `mode="stored"`, False is `mode="auto"`.
 
@@ -61,24 +56,18 @@ class ReversibleMViT(nn.Module):
     torch.Size([4, 16, 32])
     """
 
-    def __init__(
-        self, config: Any, model: Any = None, *, norm: Any = None, mode: Mode = "auto"
-    ) -> None:
+    def __init__(self, config: Any, model: Any = None) -> None:
         super().__init__()
-        check_choice("mode", mode, Mode)
         if not isinstance(config, RevMViTConfig):
             config = RevMViTConfig.from_slowfast(config)
-        make_norm = norm_factory(config.norm if norm is None else norm)
         layers = plan(config)
         kinds = {True: StageTransitionBlock, False: ReversibleBlock}
         self.grid = layers[0].grid
         self.dim_out = layers[-1].dim_out
-        self.mode: Mode = mode
+        self.mode: Mode = config.mode
         self.dropout = config.dropout_rate
-        self.tied_drop_path = config.tied_drop_path
-        self.layers = nn.ModuleList(
-            kinds[layer.transition](layer, config, make_norm) for layer in layers
-        )
+        self.tied_drop_path = config.drop_path_mode == "whole"
+        self.layers = nn.ModuleList(kinds[layer.transition](layer, config) for layer in layers)
 
     @property
     def no_custom_backward(self) -> bool:
@@ -179,18 +168,8 @@ class RevMViT(nn.Module):
     Parameters
     ----------
     config
-        The options. A depth without `buffer_layers` is a reversible ViT.
-    norm
-        Every norm of the model: `"layernorm"`, as published; `"batchnorm"`, nn.BatchNorm1d;
-        `"sync_batchnorm"`, `SyncBatchNorm` over the default process group; or a function (dim,
-        role) -> nn.Module, whose roles are `"block"` (before attention and MLP), `"pool"` (of
-        queries, keys and values), `"residual"` (of a transition's residual, if norms have buffers),
-        `"fuse"`, `"stem"` and `"final"`. Batch norms of torch and multibn, for `(N, C, L)`,
-        normalize the last axis of `(B, ..., C)`, too. None is `config.norm`.
-    mode
-        `"auto"` recomputes activations in the backward pass of training, `"reversible"` also those
-        of frozen blocks, and `"stored"` stores them, see `ReversibleSequence`; an attribute of
-        `rev_backbone`. In evaluation activations are stored.
+        The options. A depth without `buffer_layers` is a reversible ViT. `rev_backbone.mode`
+        changes its mode.
 
     Raises
     ------
@@ -212,16 +191,16 @@ class RevMViT(nn.Module):
     >>> config = RevMViTConfig(
     ...     patch_2d=True, patch_kernel=(8, 8), patch_stride=(8, 8), patch_padding=(0, 0),
     ...     num_frames=1, crop_size=32, embed_dim=16, depth=2, num_classes=10,
+    ...     norm="sync_batchnorm",
     ... )
-    >>> model = RevMViT(config, norm="sync_batchnorm")
+    >>> model = RevMViT(config)
     >>> model(torch.randn(4, 3, 32, 32)).shape
     torch.Size([4, 10])
     """
 
-    def __init__(self, config: RevMViTConfig, *, norm: Any = None, mode: Mode = "auto") -> None:
+    def __init__(self, config: RevMViTConfig) -> None:
         super().__init__()
         self.config = config
-        make_norm = norm_factory(config.norm if norm is None else norm)
         dim = config.embed_dim
         t, h, w = patch_grid(config)
         if config.use_fixed_sincos_pos:
@@ -235,13 +214,14 @@ class RevMViT(nn.Module):
 
         self.patch_embed = PatchEmbed(config)
         self.pos_drop = nn.Dropout(config.dropout_rate)
-        self.norm_stem = make_norm(dim, "stem") if config.norm_stem else None
-        self.rev_backbone = ReversibleMViT(config, norm=make_norm, mode=mode)
+        self.norm_stem = config.make_norm(dim, "stem") if config.norm_stem else None
+        self.rev_backbone = ReversibleMViT(config)
         width = 2 * self.rev_backbone.dim_out
-        self.fuse = TwoStreamFusion(config.respath_fuse, width, make_norm)
-        self.fuse_last = keeps_width(config.respath_fuse) and not config.use_mean_pooling
-        width = width if keeps_width(config.respath_fuse) else width // 2
-        self.norm = make_norm(width, "final")
+        self.fuse = TwoStreamFusion(config.respath_fuse, width, config)
+        wide = "concat" in config.respath_fuse
+        self.fuse_last = wide and not config.use_mean_pooling
+        width = width if wide else width // 2
+        self.norm = config.make_norm(width, "final")
         self.head = TransformerHead(width, config)
 
         self.apply(_init_weights)
@@ -250,15 +230,9 @@ class RevMViT(nn.Module):
                 parameter.mul_(config.head_init_scale)
 
     @classmethod
-    def from_config(
-        cls, cfg: Any, *, norm: Any = None, mode: Mode = "auto", **options: Any
-    ) -> "RevMViT":
-        """Make the model of a SlowFast config.
-
-        `cfg` and `options` are those of `RevMViTConfig.from_slowfast`, `norm` and `mode` those of
-        `RevMViT`.
-        """
-        return cls(RevMViTConfig.from_slowfast(cfg, **options), norm=norm, mode=mode)
+    def from_config(cls, cfg: Any, **options: Any) -> "RevMViT":
+        """Make the model of `RevMViTConfig.from_slowfast(cfg, **options)`."""
+        return cls(RevMViTConfig.from_slowfast(cfg, **options))
 
     def forward(self, x: Any) -> Tensor:
         """Classify images `(B, C, H, W)` or video `(B, C, T, H, W)`, of any size.

@@ -3,7 +3,6 @@
 from typing import Any, Literal, TypeAlias
 
 from multibn._typing import check_choice
-from multibn.torch_backend.reversible.engine import Mode
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 from multibn.torch_backend.reversible.mvit.model import RevMViT
 
@@ -61,9 +60,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def published_rev_mvit(
-    name: Published, *, norm: Any = None, mode: Mode = "auto", **options: Any
-) -> RevMViT:
+def published_rev_mvit(name: Published, **options: Any) -> RevMViT:
     """A published reversible model.
 
     Parameters
@@ -72,8 +69,6 @@ def published_rev_mvit(
         For ImageNet `"rev_vit_s"` (22 M parameters, 4.6 G multiply-adds), `"rev_vit_b"` (87 M,
         17.5 G), `"rev_vit_l"` (305 M, 61.2 G) or `"rev_mvit_b"` (39.7 M, 8.6 G); for 16 frames of
         Kinetics-400 `"rev_mvit_b_16x4"` (35 M, 63.7 G a clip).
-    norm, mode
-        Those of `RevMViT`.
     **options
         Fields of `RevMViTConfig` that replace the published ones.
 
@@ -93,4 +88,4 @@ def published_rev_mvit(
     torch.Size([2, 10])
     """
     check_choice("name", name, Published)
-    return RevMViT(RevMViTConfig(**{**_CONFIGS[name], **options}), norm=norm, mode=mode)
+    return RevMViT(RevMViTConfig(**{**_CONFIGS[name], **options}))

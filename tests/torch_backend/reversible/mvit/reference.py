@@ -49,10 +49,10 @@ VIDEO: dict[str, Any] = {
 }
 
 
-def small(*, norm: Any = None, mode: Any = "auto", **options: Any) -> RevMViT:
+def small(**options: Any) -> RevMViT:
     """A model of five layers, two of them transitions, in float64, always of the same weights."""
     torch.manual_seed(0)
-    model = RevMViT(RevMViTConfig(**{**SMALL, **options}), norm=norm, mode=mode)
+    model = RevMViT(RevMViTConfig(**{**SMALL, **options}))
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)

@@ -1,8 +1,6 @@
 """Published configs and models, and what is refused before a shape error could say it."""
 
 import copy
-from dataclasses import make_dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,13 +95,7 @@ def test_all_kinds_of_configs_are_read_alike() -> None:
 
     cfg = tree()
     expected = RevMViTConfig.from_slowfast(cfg)
-    sections = {k: make_dataclass(k, v)(**v) for k, v in cfg.items() if k != "MVIT"}
-    mvit = {**cfg["MVIT"], "REV": SimpleNamespace(**cfg["MVIT"]["REV"])}
-    for node in (
-        CfgNode(cfg),
-        OmegaConf.create(cfg),
-        SimpleNamespace(MVIT=SimpleNamespace(**mvit), **sections),
-    ):
+    for node in (CfgNode(cfg), OmegaConf.create(cfg)):
         found = RevMViTConfig.from_slowfast(node)
         assert found == expected
         assert hash(found) == hash(expected)  # no list is left in it
@@ -122,21 +114,16 @@ def test_reversible_mvit_fits_into_another_model() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        # Without a kernel, max pooling of stride 3 meets the grid of the queries.
-        {
-            "crop_size": 36,
-            "pool_kvq_kernel": None,
-            "res_path": "max",
-            "pool_q_stride": ((1, 1, 3, 3), (3, 1, 2, 2)),
-        },
-        # A residual that is not pooled may have another grid than max pooling gives.
-        {"crop_size": 24, "res_path": "conv", "pool_q_stride": ((1, 1, 3, 3),)},
+        # An even kernel, and a grid that its stride does not divide.
+        {"pool_kvq_kernel": None, "pool_q_stride": ((1, 1, 3, 3), (3, 1, 2, 2))},
+        # Transitions may be first, last and neighbours: a single stream stands for both.
+        {"buffer_layers": (0, 1, 3, 4)},
     ],
 )
-def test_wide_strides_fit(options: dict[str, Any]) -> None:
-    size = options["crop_size"]
+def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
     model = RevMViT(RevMViTConfig(**{**SMALL, **options}))
-    assert model(torch.randn(2, 3, size, size)).shape == (2, 10)
+    model(torch.randn(2, 3, 36, 36)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -151,9 +138,6 @@ def test_wide_strides_fit(options: dict[str, Any]) -> None:
             r"`buffer_layers` must name each layer .* got \[\], without layer 1",
         ),
         ({"pool_q_stride": ((1, 1, 2, 2), (3, 1, 2, 2), (4, 1, 2, 2))}, r"without layer 4, which"),
-        ({"buffer_layers": (0, 3)}, r"`buffer_layers` must have .*: got layer 0, which has one"),
-        ({"buffer_layers": (1, 4)}, r"got the last layer, 4, which has two streams"),
-        ({"buffer_layers": (1, 2)}, r"got neighbours, 1 and 2"),
         ({"buffer_layers": (7,)}, r"`buffer_layers` must name layers from 0 to 4: got 7"),
         (
             {"pool_q_stride": ((9, 1, 2, 2),)},
@@ -161,16 +145,10 @@ def test_wide_strides_fit(options: dict[str, Any]) -> None:
         ),
         ({"pool_q_stride": ((1, 2, 2),)}, r"`pool_q_stride` must list \(layer, T, H, W\): got"),
         ({"dim_mul": ((1, 2, 3),)}, r"`dim_mul` must list \(layer, factor\): got"),
-        ({"num_heads": 3}, r"got width 16 before layer 0, which with 3 heads takes 15"),
         (
             {"num_heads": 2, "head_mul": ((2, 1.5),)},
-            r"`num_heads` must divide the width of each layer: got 2 heads and width 33 in layer 1",
+            r"`num_heads` must divide the width of each layer: got 2 heads and widths 16 and 33 in",
         ),
-        (
-            {"res_path": "max", "crop_size": 24, "pool_q_stride": ((1, 1, 3, 3),)},
-            r"`res_path` 'max' must give the grid",
-        ),
-        ({"pool_mode": "avg", "crop_size": 4}, r"`pool_mode` 'avg' needs a grid no smaller than"),
         ({"pool_mode": "conv_unshared"}, r"'conv_unshared' pools the input .* pool_first=False"),
         ({"pre_q_fusion": "linear"}, r"`pre_q_fusion` must be 'add', .*: got 'linear'"),
         (
@@ -179,8 +157,6 @@ def test_wide_strides_fit(options: dict[str, Any]) -> None:
         ),
         ({"num_frames": 4}, r"`patch_2d` embeds images, which have `num_frames` 1: got 4"),
         ({"patch_kernel": (3, 7, 7)}, r"`patch_kernel` must hold 2 numbers with patch_2d=True"),
-        ({"patch_padding": (0, 0), "crop_size": 4}, r"`patch_kernel` must fit the input"),
-        ({"embed_dim": 24, "use_fixed_sincos_pos": True}, r"`embed_dim` must be a multiple of 16"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -192,7 +168,11 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     "cfg, message",
     [
         (tree(REV={"ENABLE": False}), r"`cfg.MVIT.REV.ENABLE` must be True: got False"),
-        ({"MODEL": {"NUM_CLASSES": 4}}, r"`cfg.MVIT.REV.ENABLE` must be True: got None"),
+        ({"MODEL": {"NUM_CLASSES": 4}}, r"`cfg.MVIT.REV.ENABLE` must be True: got False"),
+        (
+            tree(REV={"ENABLE": True, "RES_PATH": "max"}),
+            r"`cfg.MVIT.REV.RES_PATH` must be 'conv': got 'max', with which SlowFast's own",
+        ),
         (tree(EMBED_DIMS=32), r"`cfg` has keys that no reversible MViT reads: MVIT.EMBED_DIMS"),
         ({**tree(), "DETECTION": {"ENABLE": True}}, r"`cfg.DETECTION.ENABLE` must be False"),
         (tree(NORM="batch"), r"`norm` must be one of 'layernorm', .* got 'batch'"),

@@ -14,9 +14,9 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm  # noqa: E402
+from multibn.torch_backend.reversible import RevMViTConfig  # noqa: E402
 from multibn.torch_backend.reversible.mvit.layers import (  # noqa: E402
     TwoStreamFusion,
-    layer_norm,
     normalize_last_axis,
     relative_position_bias,
 )
@@ -73,12 +73,12 @@ def test_positions_are_resized_to_another_grid() -> None:
 )
 def test_fusions_by_element(mode: str, function: Callable[..., Tensor]) -> None:
     a, b = torch.randn(2, 3, 5, 4)
-    fusion = TwoStreamFusion(mode, 8, layer_norm)
+    fusion = TwoStreamFusion(mode, 8, RevMViTConfig())
     assert torch.equal(fusion(torch.cat([a, b], dim=-1)), function(a, b))
 
 
 def test_numbers_of_a_fusion_are_its_mlps_width_and_dropout() -> None:
     for mode, width, drop in (("ln+concat_linear_0.5_0.1", 4, 0.1), ("ln+concat_linear", 8, 0)):
-        fusion: Any = TwoStreamFusion(mode, 8, layer_norm)
+        fusion: Any = TwoStreamFusion(mode, 8, RevMViTConfig())
         assert fusion.state_dict()["fuse_fn.1.fc1.weight"].shape == (width, 8)
         assert fusion.fuse_fn[1].drop.p == drop
