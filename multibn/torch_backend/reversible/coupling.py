@@ -24,39 +24,31 @@ def run_recomputed(halves: Iterable[Half], streams: list[Tensor], cond: Sequence
 
     torch.compile must not look inside: a graph for each half and each pass would take minutes.
     """
-    run, others = Run(cond), [c for c in cond if isinstance(c, Tensor)]
+    run = Run()
     for half in halves:
         here, there = streams[half.into], streams[1 - half.into]
-        y = _Couple.apply(run, half, here, there, *others, *half.parameters)
+        y = _Couple.apply(run, half, here, there, *cond, *half.parameters)
         if y.requires_grad and run.first is None:
             run.first = len(run.halves) - 1
         streams[half.into] = y
-    streams[:] = _Anchor.apply(run, *streams, *others)
-
-
-_TENSOR = object()
+    streams[:] = _Anchor.apply(run, *streams, *cond)
 
 
 class Run:
     """One call of `run_recomputed`: its halves, and in the backward pass the present streams.
 
     Between forward and backward only `_Anchor` holds streams and the tensors of `cond`, by
-    save_for_backward: autograd checks and frees them. `restore` fills `streams`.
+    save_for_backward: autograd checks and frees them.
     """
 
-    def __init__(self, cond: Sequence[Any]) -> None:
+    def __init__(self) -> None:
         self.halves: list[Half] = []
         self.first: int | None = None  # index of the first half that gets a gradient
-        self._template = [_TENSOR if isinstance(c, Tensor) else c for c in cond]
-        self.num_tensors = self._template.count(_TENSOR)
-        self._position = 0
-        self.streams: list[Tensor] = []
-        self._tensors: list[Tensor] = []
+        self.restore([], [])
 
-    def restore(self, saved: Sequence[Tensor]) -> None:
-        """Start from the streams `saved` by the anchor, after all halves."""
-        self._position, self.streams = len(self.halves), list(saved[:2])
-        self._tensors = list(saved[2:])
+    def restore(self, streams: list[Tensor], cond: list[Any]) -> None:
+        """Start from the streams after all halves, or drop them."""
+        self._position, self.streams, self.cond = len(self.halves), streams, cond
 
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Gradients of half `index`, for its stream, `cond` and parameters; then undo the half.
@@ -67,32 +59,27 @@ class Run:
             half = self.halves[self._position - 1]
             here, there = self.streams[half.into], self.streams[1 - half.into]
             with torch.no_grad(), half.replaying():
-                self._undo(half, half(here, there, self.cond(self._tensors)))
+                self._undo(half, half(here, there, self.cond))
         half = self.halves[index]
         here, there = self.streams[half.into], self.streams[1 - half.into]
         # Aliases of the parameters: the user's hooks on the parameters would run here, and a second
         # time when autograd has summed the gradients.
         inputs = [
-            t.detach().requires_grad_(need)
-            for t, need in zip((there, *self._tensors, *half.parameters), needed, strict=True)
+            t.detach().requires_grad_(need) if isinstance(t, Tensor) else t
+            for t, need in zip((there, *self.cond, *half.parameters), needed, strict=True)
         ]
-        count = 1 + self.num_tensors
+        count = 1 + len(self.cond)
         with torch.enable_grad(), half.replaying(inputs[count:]):
             # A view: torch's FlopCounterMode, for one, cannot hook a leaf of autograd.grad.
-            added = half(here, inputs[0].view_as(inputs[0]), self.cond(inputs[1:count]))
+            added = half(here, inputs[0].view_as(inputs[0]), inputs[1:count])
         _refuse_foreign(half, added, inputs)
         ends = [get_gradient_edge(added)] if added.requires_grad else []
         if index != self.first:
             self._undo(half, added.detach())
         del here, there, added  # memory is at its peak in the next lines
-        wanted = [t for t in inputs if t.requires_grad] if ends else []
+        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and ends]
         grads = iter(torch.autograd.grad(ends, wanted, dy, allow_unused=True) if wanted else ())
-        return [next(grads, None) if t.requires_grad else None for t in inputs]
-
-    def cond(self, values: Sequence[Tensor]) -> list[Any]:
-        """The modules' further arguments, with `values` in the place of the tensors."""
-        following = iter(values)
-        return [next(following) if c is _TENSOR else c for c in self._template]
+        return [next(grads, None) if need else None for need in needed]
 
     def _undo(self, half: Half, added: Tensor) -> None:
         self.streams[half.into] = self.streams[half.into] - added
@@ -104,13 +91,14 @@ class _Couple(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, half: Half, here: Tensor, there: Tensor, *others: Tensor
+        ctx: Any, run: Run, half: Half, here: Tensor, there: Tensor, *others: Any
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.run, ctx.index = run, len(run.halves)
-        inputs = [t.detach() for t in (there, *others[: run.num_tensors])]
-        with half.recording(inputs):
-            added = half(here, inputs[0], run.cond(inputs[1:]))
+        given = (there, *others[: len(others) - len(half.parameters)])
+        inputs = [t.detach() if isinstance(t, Tensor) else t for t in given]
+        with half.recording([t for t in inputs if isinstance(t, Tensor)]):
+            added = half(here, inputs[0], inputs[1:])
         run.halves.append(half)
         return here + added
 
@@ -127,7 +115,7 @@ class _Couple(torch.autograd.Function):
         if dy is not None and any(needed):
             gradients = ctx.run.gradients(ctx.index, dy, needed)
         if ctx.index == ctx.run.first:  # no half before it needs a gradient, nor the streams
-            ctx.run.restore(())
+            ctx.run.restore([], [])
         return None, None, dy, *gradients
 
 
@@ -136,20 +124,23 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, first: Tensor, second: Tensor, *cond: Tensor
+        ctx: Any, run: Run, first: Tensor, second: Tensor, *cond: Any
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.others = run, len(cond)
-        ctx.save_for_backward(first, second, *cond)
+        tensors = [c if isinstance(c, Tensor) else None for c in cond]
+        ctx.run, ctx.others = run, [None if isinstance(c, Tensor) else c for c in cond]
+        ctx.save_for_backward(first, second, *tensors)
         return first, second
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.run.restore(ctx.saved_tensors)
-        return None, *grad_outputs, *[None] * ctx.others
+        first, second, *tensors = ctx.saved_tensors
+        cond = [c if t is None else t for t, c in zip(tensors, ctx.others, strict=True)]
+        ctx.run.restore([first, second], cond)
+        return None, *grad_outputs, *[None] * len(cond)
 
 
-def _refuse_foreign(half: Half, added: Tensor, inputs: Sequence[Tensor]) -> None:
+def _refuse_foreign(half: Half, added: Tensor, inputs: Sequence[Any]) -> None:
     """Raise if `added` depends on leaves other than `inputs`, whose gradients would be lost."""
     own = {id(t) for t in inputs}
     seen: set[Any] = set()
