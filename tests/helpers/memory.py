@@ -1,7 +1,8 @@
 """The memory of a training step: tensors that autograd saves, and the peak."""
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,11 +19,9 @@ class Memory(NamedTuple):
     peak: int  # the most that tensors made in the step hold at any time
 
 
-def measure_memory(loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> Memory:
-    """Run one training step, forward by `loss`, and count its bytes."""
-    parameters = list(parameters)
-    for parameter in parameters:
-        parameter.grad = None
+@contextlib.contextmanager
+def count_saved(parameters: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes of the storages that autograd saves in the context, without `parameters`."""
     own = {p.untyped_storage()._cdata for p in parameters}
     saved: dict[int, int] = {}
 
@@ -32,8 +31,17 @@ def measure_memory(loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
             saved[storage._cdata] = storage.nbytes()
         return t
 
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield saved
+
+
+def measure_memory(loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> Memory:
+    """Run one training step, forward by `loss`, and count its bytes."""
+    parameters = list(parameters)
+    for parameter in parameters:
+        parameter.grad = None
     with _Storages() as storages:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with count_saved(parameters) as saved:
             value = loss()
         value.backward()
     peak = storages.peak(without=[p.grad for p in parameters if p.grad is not None])

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts  # noqa: E402
 from multibn.torch_backend.reversible import ReversibleSequence  # noqa: E402
 from multibn.torch_backend.reversible.engine import Mode  # noqa: E402
-from tests.helpers.memory import measure_memory  # noqa: E402
+from tests.helpers.memory import count_saved, measure_memory  # noqa: E402
 
 MODES: tuple[Mode, ...] = ("stored", "reversible")
 
@@ -112,11 +112,9 @@ def step(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return ys
 
 
-def train(
-    model: Any, step: Callable[..., Sequence[Tensor]] = step, *, xs: Any = None, seed: int = 2
-) -> Result:
+def train(model: Any, step: Callable[..., Sequence[Tensor]] = step, *, xs: Any = None) -> Result:
     xs = inputs() if xs is None else xs
-    torch.manual_seed(seed)
+    torch.manual_seed(2)
     return result(model, xs, step(model, xs))
 
 
@@ -161,17 +159,10 @@ def test_equals_the_stored_run(depth: int, dtype: torch.dtype, tolerance: float)
 
 def saved_bytes(model: Any, xs: Sequence[Tensor]) -> int:
     """Bytes that autograd saves in a forward pass, without parameters."""
-    saved: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with count_saved(model.parameters()) as saved:
         kept_alive = model(*xs)
     del kept_alive
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return sum(size for address, size in saved.items() if address not in own)
+    return sum(saved.values())
 
 
 def test_what_is_kept_does_not_grow_with_depth() -> None:
@@ -188,7 +179,7 @@ def test_what_is_kept_does_not_grow_with_depth() -> None:
 # Defects of other implementations
 
 
-def test_defect_01_the_global_generator_is_not_seeded() -> None:
+def test_defects_01_and_02_the_global_generator_is_not_seeded() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     model, xs = build("reversible"), inputs()
@@ -197,13 +188,6 @@ def test_defect_01_the_global_generator_is_not_seeded() -> None:
     assert torch.equal(torch.get_rng_state(), before)  # nothing random inside
     stored = expect_stored_run(pair=random, drop_path=[0.0, 0.3, 0.5])
     assert not torch.equal(stored.rng, before)
-
-
-def test_defect_02_a_seed_makes_drop_path_reproducible() -> None:
-    model = build("reversible", drop_path=0.5)
-    first, again, other = (train(copy.deepcopy(model), seed=seed) for seed in (3, 3, 4))
-    expect_equal(first, again, tolerance=1e-15)
-    assert not torch.equal(first.outputs[0], other.outputs[0])
 
 
 @pytest.mark.parametrize("pair", [random, mlps])
@@ -228,6 +212,7 @@ def test_defect_04_what_f_and_g_drop_is_independent_unless_tied(mode: Mode) -> N
             [(Constant(), Constant())], mode=mode, drop_path=0.25, tied_drop_path=tied
         )
         masks.append(model(zeros, zeros))
+        assert all((y == 1).all() for y in model.eval()(zeros, zeros))  # nothing is dropped
     for f, g in masks:
         for mask in (f, g):
             assert (mask == mask[:, :1, :1]).all()  # a sample as a whole
@@ -235,16 +220,6 @@ def test_defect_04_what_f_and_g_drop_is_independent_unless_tied(mode: Mode) -> N
             assert 3 < int((mask[:, 0, 0] == 0).sum()) < 32
     assert not torch.equal(*masks[0])
     assert torch.equal(*masks[1])
-
-
-def test_defect_05_a_sample_that_is_dropped_passes_unchanged() -> None:
-    model = build("reversible", depth=1, drop_path=0.6)
-    torch.manual_seed(0)
-    xs = torch.randn(2, 64, 3, 8, dtype=torch.float64)
-    passed = [(y == x).flatten(1).all(1) for y, x in zip(model(*xs), xs, strict=True)]
-    assert [20 < int(p.sum()) < 60 for p in passed] == [True, True]
-    model.eval()
-    assert not any((y == x).flatten(1).all(1).any() for y, x in zip(model(*xs), xs, strict=True))
 
 
 def test_defect_06_autocast_is_that_of_the_forward_pass() -> None:

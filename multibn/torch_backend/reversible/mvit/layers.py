@@ -118,16 +118,20 @@ class MultiScaleAttention(nn.Module):
 
         channels = (dim if self.pool_first else dim_out) // self.pool_heads
 
+        conv = partial(nn.Conv3d, channels, channels, groups=channels, bias=False)
+
         def pooling(kernel: Sequence[int], stride: Sequence[int]) -> list[nn.Module | None]:
-            pool = _make_pool(config.pool_mode, channels, kernel, stride)
-            normed = isinstance(pool, nn.Conv3d)
-            return [pool, config.make_norm(channels, "pool") if normed else None]
+            if math.prod(kernel) == math.prod(stride) == 1:
+                return [None, None]
+            make: Any = _POOLS.get(config.pool_mode, conv)
+            pool = make(tuple(kernel), tuple(stride), tuple(k // 2 for k in kernel))
+            return [pool, config.make_norm(channels, "pool") if make is conv else None]
 
-        self.pool_q, self.norm_q = pooling(layer.kernel_q, layer.stride_q)
-        self.pool_k, self.norm_k = pooling(layer.kernel_kv, layer.stride_kv)
-        self.pool_v, self.norm_v = pooling(layer.kernel_kv, layer.stride_kv)
+        self.pool_q, self.norm_q = pooling(*layer.pool_q)
+        self.pool_k, self.norm_k = pooling(*layer.pool_kv)
+        self.pool_v, self.norm_v = pooling(*layer.pool_kv)
 
-        strides = [layer.stride_q or (1, 1, 1), layer.stride_kv or (1, 1, 1)]
+        strides = [layer.pool_q[1], layer.pool_kv[1]]
         for axis, wanted in (
             (1, config.rel_pos_spatial),
             (2, config.rel_pos_spatial),
@@ -184,16 +188,6 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """`(B, heads, L, C)` as `(B, L, heads*C)`."""
     return x.transpose(1, 2).flatten(2)
-
-
-def _make_pool(
-    mode: str, channels: int, kernel: Sequence[int], stride: Sequence[int]
-) -> nn.Module | None:
-    if math.prod(kernel) == math.prod(stride) == 1:  # also if both are empty
-        return None
-    conv = partial(nn.Conv3d, channels, channels, groups=channels, bias=False)
-    pool: Any = _POOLS.get(mode, conv)
-    return pool(tuple(kernel), tuple(stride), tuple(k // 2 for k in kernel))
 
 
 class Mlp(nn.Module):

@@ -7,6 +7,8 @@ from typing import Any, cast
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 
 Grid = tuple[int, int, int]  # frames, rows and columns of tokens
+Pooling = tuple[Sequence[int], Sequence[int]]  # kernel and stride, (1, 1, 1) without pooling
+_ONES = (1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,8 @@ class LayerSizes:
     dim_out: int
     num_heads: int
     grid: Grid  # of the input, at the configured resolution
-    kernel_q: Sequence[int]  # (T, H, W), or () for a layer without pooling
-    stride_q: Sequence[int]
-    kernel_kv: Sequence[int]
-    stride_kv: Sequence[int]
+    pool_q: Pooling
+    pool_kv: Pooling
     drop_path: float  # probability that a sample skips a branch
 
 
@@ -40,7 +40,7 @@ def plan(config: RevMViTConfig) -> list[LayerSizes]:
     head_mul: Any = dict(config.head_mul)  # type: ignore[arg-type]
     strides_q = {layer: tuple(stride) for layer, *stride in config.pool_q_stride}
     strides_kv = {layer: tuple(stride) for layer, *stride in config.pool_kv_stride}
-    stride_kv: Sequence[int] = config.pool_kv_stride_adaptive or ()
+    stride_kv: Any = config.pool_kv_stride_adaptive
     fused = 2 if "concat" in config.pre_q_fusion else 1
 
     layers: list[LayerSizes] = []
@@ -54,27 +54,22 @@ def plan(config: RevMViTConfig) -> list[LayerSizes]:
                 f"`num_heads` must divide the width of each layer: got {heads} heads and widths "
                 f"{dim} and {dim_out} in layer {i}."
             )
-        stride_q = strides_q.get(i, ())
+        kernel, stride = pool_q = _pooling(config, strides_q.get(i))
         if config.pool_kv_stride_adaptive is None:
-            stride_kv = strides_kv.get(i, ())
+            stride_kv = strides_kv.get(i)
         else:
-            divisors = stride_q or (1, 1, 1)
-            stride_kv = tuple(max(s // d, 1) for s, d in zip(stride_kv, divisors, strict=True))
+            stride_kv = tuple(max(s // d, 1) for s, d in zip(stride_kv, stride, strict=True))
         layer = LayerSizes(
             transition=i in config.buffer_layers,
             dim=dim * fused if i in config.buffer_layers else dim,
             dim_out=dim_out,
             num_heads=heads,
             grid=grid,
-            kernel_q=_kernel(config, stride_q),
-            stride_q=stride_q,
-            kernel_kv=_kernel(config, stride_kv),
-            stride_kv=stride_kv,
+            pool_q=pool_q,
+            pool_kv=_pooling(config, stride_kv),
             drop_path=config.droppath_rate * i / max(config.depth - 1, 1),
         )
-        if stride_q:
-            padding = [k // 2 for k in layer.kernel_q]
-            grid = _pooled(grid, layer.kernel_q, stride_q, padding)
+        grid = _pooled(grid, kernel, stride, [k // 2 for k in kernel])
         if not layer.transition and (grid != layer.grid or dim_out != dim):
             raise ValueError(
                 "`buffer_layers` must name each layer that pools its queries or changes the width: "
@@ -101,7 +96,7 @@ def _pooled(
     return cast(Grid, tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sizes))
 
 
-def _kernel(config: RevMViTConfig, stride: Sequence[int]) -> Sequence[int]:
-    if not stride:
-        return ()
-    return config.pool_kvq_kernel or tuple(s + 1 if s > 1 else s for s in stride)
+def _pooling(config: RevMViTConfig, stride: Sequence[int] | None) -> Pooling:
+    if stride is None:
+        return _ONES, _ONES
+    return config.pool_kvq_kernel or tuple(s + 1 if s > 1 else s for s in stride), stride
