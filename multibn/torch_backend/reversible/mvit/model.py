@@ -1,6 +1,5 @@
 """Reversible multi-scale vision transformers (Mangalam et al., CVPR 2022)."""
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -81,15 +80,9 @@ class ReversibleMViT(nn.Module):
     def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
         """Tokens `(B, T*H*W, embed_dim)` to both streams side by side, `(B, T'*H'*W', 2*dim_out)`.
 
-        `thw` is the grid of the tokens, by default that of the config. Raises ValueError if `x` has
-        another number of tokens.
+        `thw` is the grid of the tokens, by default that of the config.
         """
         thw = self.grid if thw is None else thw
-        if x.shape[1] != math.prod(thw):
-            raise ValueError(
-                f"`x` must hold a token for each place of the grid {thw}: got shape "
-                f"{tuple(x.shape)}. Pass the grid of `x` as `thw`."
-            )
         blocks: list[Any] = []
         # In evaluation, attention that can be differentiated twice: torch's fused kernels cannot.
         # Not in training, whose recomputation is without gradients at first and with gradients

@@ -276,5 +276,3 @@ def test_input_of_another_kind_is_refused() -> None:
         small()(images(1)[0])
     with pytest.raises(ValueError, match=r"`x` must be video \(B, C, T, H, W\) with"):
         small(**VIDEO)(images(1))
-    with pytest.raises(ValueError, match=r"place of the grid \(1, 8, 8\): got shape \(2, 9, 16\)"):
-        small().rev_backbone(torch.zeros(2, 9, 16))
