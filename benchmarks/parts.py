@@ -37,10 +37,10 @@ def _times(
     """Times of the slowest rank, those of "label/name" as `[label][name]`, and notes of rank 0."""
     written = worker.run(f"benchmarks.{function}", over, size, **options)
     found: dict[str, dict[str, Seconds]] = {}
-    for key, taken in slowest([rank.arrays for rank in written]).items():
+    for key, taken in slowest([arrays for arrays, _ in written]).items():
         label, _, name = key.rpartition("/")
         found.setdefault(label, {})[name] = taken
-    return found, written[0].notes
+    return found, written[0][1]
 
 
 def one_layer(function: str, over: str, settings: Settings, **options: Any) -> list[Row]:

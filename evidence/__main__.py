@@ -22,10 +22,10 @@ def run(name: str, seeds: int) -> list[dict[str, Any]]:
     """The rows that a study's ranks have measured."""
     rows = []
     for size in importlib.import_module(f"evidence.{name}").SIZES:
-        first, *_ = worker.run(
+        (_, notes), *_ = worker.run(
             "evidence.training.measure", "gloo", size, timeout=1200, study=name, seeds=seeds
         )
-        rows += first.notes["rows"]
+        rows += notes["rows"]
     return rows
 
 

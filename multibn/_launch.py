@@ -1,4 +1,7 @@
-"""Starts and ends ranks under torchrun and mpiexec; their communicator and their results."""
+"""Starts and ends ranks under torchrun and mpiexec; their communicator and their results.
+
+A rank of `run_workers` is `python -m multibn._launch FUNCTION OVER OPTIONS DIRECTORY`.
+"""
 
 import contextlib
 import json
@@ -10,11 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 import multibn
 from multibn._environment import find_command
@@ -146,14 +147,6 @@ def leave_world() -> None:
         time.sleep(0.5)
 
 
-@dataclass
-class Written:
-    """The results of one rank: arrays by name, and notes."""
-
-    arrays: Mapping[str, Any]
-    notes: dict[str, Any] = field(default_factory=dict)
-
-
 class WorkerError(Exception):
     """Workers failed: `output` is the end of all they printed, `reason` their first error."""
 
@@ -166,43 +159,48 @@ class WorkerError(Exception):
 
 
 def run_workers(
-    name: str,
-    launcher: str,
+    function: str,
+    over: str,
     size: int,
-    arguments: Sequence[str],
+    /,
     *,
     timeout: float,
     variables: Mapping[str, str] | None = None,
-) -> list[Written]:
-    """Start `python *arguments DIRECTORY` on `size` ranks; returns each rank's `write` there.
+    **options: Any,
+) -> list[Any]:
+    """What `function`, "package.module.function", returns on each rank: what JSON can hold.
 
-    Raises WorkerError if the workers fail, or after `timeout` seconds, when it ends them.
+    Arrays become lists. The function is called with the communicator `over`, a key of `LAUNCHERS`,
+    and with `options`. Raises WorkerError if ranks fail, or after `timeout` seconds.
     """
+    name = f"{function} over {over}, {size} rank(s)"
     with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
-        command = launch_command(launcher, size, [*arguments, directory])
+        worker = ["-m", "multibn._launch", function, over, json.dumps(options), directory]
+        command = launch_command(LAUNCHERS[over], size, worker)
         try:
             ran = run(command, timeout=timeout, variables=variables)
         except subprocess.TimeoutExpired as expired:
-            raise WorkerError(
-                f"{name}: no result within {timeout:g} s. Pass a larger --timeout, or fewer "
-                "--cases, if the machine is slow.",
-                expired.output,
-                f"no result within {timeout:g} s",
-            ) from None
-        paths = sorted(Path(directory).glob("*.json"))
+            reason = f"no result within {timeout:g} s"
+            raise WorkerError(f"{name}: {reason}", expired.output, reason) from None
+        paths = sorted(Path(directory).iterdir())
         if ran.returncode or len(paths) != size:
             raise WorkerError(
                 f"{name}: exit status {ran.returncode}, and {len(paths)} of {size} ranks wrote "
                 "their results. Their output says why.",
                 ran.stdout,
             )
-        return [
-            Written(dict(np.load(p.with_suffix(".npz"))), json.loads(p.read_text())) for p in paths
-        ]
+        return [json.loads(path.read_text()) for path in paths]
 
 
-def write(directory: str, rank: int, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Write this rank's results to the directory of `run_workers`."""
-    path = Path(directory, f"{rank:03}")
-    np.savez(path.with_suffix(".npz"), **arrays)
-    path.with_suffix(".json").write_text(json.dumps(notes))
+def main(path: str, over: str, options: str, directory: str) -> None:
+    """One rank of `run_workers`."""
+    module, _, name = path.rpartition(".")
+    function = getattr(import_module(module), name)
+    communicator = enter_world(over)
+    result = json.dumps(function(communicator, **json.loads(options)), default=lambda a: a.tolist())
+    Path(directory, f"{communicator.rank:03}.json").write_text(result)
+    leave_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -18,7 +18,13 @@ from multibn.communicators.transports import shared_memory
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts; returns the exit status, 0."""
+    """Show the installed versions, what computes and what carries messages.
+
+    With the reason and the cure where a faster way is missing. Exit status: 0.
+
+    multibn info
+    multibn info --json > machine.json
+    """
     facts = collect()
     print(json.dumps(facts, indent=1) if args.json else text(facts))
     return 0
@@ -37,26 +43,10 @@ def collect() -> dict[str, dict[str, str | None]]:
 
 def text(facts: dict[str, dict[str, Any]]) -> str:
     """The facts of `collect` as text for people."""
-    lines = [_what_works(facts)]
+    lines: list[str] = []
     for title, entries in facts.items():
-        width = max(map(len, entries))
-        lines += [title, *(f"  {k:<{width}}  {v or 'not found'}" for k, v in entries.items())]
+        lines += [title, *(f"  {k:14}  {v or 'not found'}" for k, v in entries.items())]
     return "\n".join(lines)
-
-
-def _what_works(facts: dict[str, dict[str, Any]]) -> str:
-    """One sentence about the frameworks, and the launchers under which each can run."""
-    launchers = [name for name, way in facts["messages"].items() if not way.startswith("nothing")]
-    works = [
-        " and ".join([f"{framework} in one process", *(f"under {name}" for name in able)])
-        for framework, able in (("torch", launchers), ("chainer", {"mpiexec"} & {*launchers}))
-        if facts["versions"][framework]
-    ]
-    if not works:
-        return "neither torch nor chainer is here: pip install '.[torch]' in multibn's checkout"
-    ways = [facts["kernels"]["host"], *facts["messages"].values()]
-    slow = ", slower than need be: see below" if "slow" in str(ways) else ""
-    return f"works here: {'; '.join(works)}{slow}"
 
 
 _distributions = cache(metadata.packages_distributions)  # which reads every distribution

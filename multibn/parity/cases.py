@@ -1,15 +1,13 @@
 """The cases to compare, each a line of data."""
 
-import argparse
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import numpy as np
 
-from multibn._environment import nearest
 from multibn._typing import RunningVar, Weighting
 from multibn.parity.oracle import Array
 
@@ -138,16 +136,12 @@ CASES = [
 ]
 
 
-def select(pattern: str) -> list[Case]:
-    """The cases whose names match one of the comma-separated shell-style patterns: an option."""
-    chosen: list[Case] = []
-    for each in pattern.split(","):
-        found = [case for case in CASES if fnmatchcase(case.name, each)]
-        if not found:
-            raise argparse.ArgumentTypeError(
-                f"must match the name of a case: got {each!r}"
-                f"{nearest(each, [case.name for case in CASES])}. Run multibn parity --help for "
-                "all names; '*' stands for any characters."
+def select(patterns: Sequence[str]) -> list[Case]:
+    """The cases whose names match one of the shell-style patterns."""
+    for each in patterns:
+        if not any(fnmatchcase(case.name, each) for case in CASES):
+            raise ValueError(
+                f"--cases must match the name of a case: got {each!r}. Run multibn parity --help "
+                "for all names; '*' stands for any characters."
             )
-        chosen += found
-    return [case for case in CASES if case in chosen]
+    return [case for case in CASES if any(fnmatchcase(case.name, each) for each in patterns)]

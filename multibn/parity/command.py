@@ -1,217 +1,165 @@
-"""`multibn parity`: plans the launches, runs them, and reports the comparison."""
+"""`multibn parity`: launches ranks, and reports the comparison."""
 
 import argparse
 import json
 import math
-import re
 import sys
-import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import multibn
 from multibn._environment import find_command, importable
-from multibn._launch import LAUNCHERS, WorkerError, Written, run_workers
-from multibn.parity import cases, compare, oracle
-from multibn.parity.cases import Case
-from multibn.parity.compare import Error, Row
-from multibn.parity.worker import SURFACES
+from multibn._launch import LAUNCHERS, WorkerError, run_workers
+from multibn.parity.cases import CASES, select
+from multibn.parity.worker import SURFACES, Error
 
 # The modules that surfaces and communicators need.
 NEEDS = {
     "torch": ["torch"],
     "chainer": ["chainer"],
+    "models": ["torch", "chainer"],
     "single process": [],
     "gloo": ["torch"],
     "mpi": ["mpi4py"],
     "chainermn naive": ["chainer", "mpi4py"],
 }
-# Bounds of models, wider than those of single layers: rounding errors grow with depth.
-OF_MODELS = {
-    "float32": {"y": 1e-4, "dx": 1e-3, "eval": 1e-4},
-    "float64": {"y": 1e-10, "dx": 1e-9, "eval": 1e-10},
-}
+TIMEOUT = 600.0  # seconds for a launch
+
+
+@dataclass
+class Row:
+    """A combination of a communicator, a number of ranks and a surface, with its outcome."""
+
+    communicator: str
+    size: int
+    surface: str
+    verdict: str = ""  # "ok", "BROKEN", "not run" or "failed"
+    reason: str = ""  # why there are no errors
+    errors: list[Error] = field(default_factory=list)  # of every rank
+
+    def __str__(self) -> str:
+        """A line, which fits 80 columns but for reasons, and a line for each broken case."""
+        place = f"{self.communicator} x{self.size}"
+        line = f"{place:19} {self.surface:7}"
+        if not self.errors:
+            return f"{line} {self.verdict}: {self.reason}"
+        worst = max(self.errors)
+        where = f"{worst.quantity}, {worst.case}"
+        broken = {e.case: e for e in sorted(self.errors) if e.ratio > 1}  # the worst of each case
+        return "\n".join(
+            [f"{line} {worst.error:5.0e} {where:36} {self.verdict}"]
+            + [f"    {e.case}: {e.error:.0e} in {e.quantity}, bound {e.bound:.0e}"
+               for e in broken.values()]
+        )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    add = parser.add_argument
-    names = ", ".join(case.name for case in cases.CASES)
-    text = f"shell-style patterns of names, default all: {names}"
-    add("--ranks", type=_ranks, metavar="N,...", help="default: 1,2,4")
-    add("--cases", type=cases.select, metavar="PATTERN,...", help=text)
-    add("--json", type=_file, metavar="FILE", help="write all numbers to FILE")
-    add(
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, metavar="N", help="default: 1 2 4, and 2 for models"
+    )
+    names = ", ".join(case.name for case in CASES)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--cases",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help=f"shell-style patterns of names, default all: {names}",
+    )
+    what.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="instead, compare a pair of models of your own, on one process and on two ranks: "
-        "FUNCTION() returns a torch model, the Chainer model with the same layers, whose weights "
-        "are carried over, and an example input, a NumPy array of 2 or more samples",
+        help="instead, compare a pair of models of your own in one process and on ranks: "
+        "FUNCTION() returns a torch model, a Chainer model with the same layers, names and eps, "
+        "whose weights are carried over, and an example input, a NumPy array of 2 or more samples. "
+        "It returns the same on every call. The models return an array with an entry for each "
+        "sample, and draw no random numbers",
     )
-    text = "end the processes of a launch after this time; default 120"
-    add("--timeout", type=float, default=120, metavar="SECONDS", help=text)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command with parsed arguments; returns the exit status."""
-    if args.model and (args.ranks or args.cases):
-        args.parser.error(
-            "`--ranks` and `--cases` must be left out beside `--model`, which compares a pair of "
-            "models on one process and on two ranks."
-        )
-    if args.model:
-        rows = run_models(args.model, args.timeout)
-    else:
-        rows = plan(args.ranks or [1, 2, 4])
-        run_layers(rows, args.cases or cases.CASES, args.timeout)
-    show(rows)
+    """Compare both frameworks, over every communicator, with exact results.
+
+    Their layers train on real processes beside a float64 oracle. Exit status: 0
+    all within bounds, 1 a bound is broken, 2 it could not be run.
+
+    multibn parity
+    multibn parity --ranks 1 2 --cases float32 'uneven*' --json errors.json
+    multibn parity --model mymodels:pair
+    """
+    sizes = sorted(set(args.ranks or ([2] if args.model else [1, 2, 4])))
+    if sizes[0] < 1:
+        raise ValueError(f"--ranks must be positive: got {sizes[0]}.")
+    names = [case.name for case in select(args.cases)]
+    if args.json:
+        args.json.touch()
+    print("over, ranks         surface error quantity, case: the worst for its bound", flush=True)
+    rows: list[Row] = []
+    for over in ("gloo",) if args.model else LAUNCHERS:
+        for size in sizes:
+            if args.model:
+                rows += launch(over, size, ["models"], model=args.model)
+            elif size == 1 or LAUNCHERS[over]:
+                rows += launch(over, size, SURFACES, cases=names)
+    print(summary(rows))
     if args.json:
         write_json(rows, args.json)
-        _say(f"wrote {args.json}")
-    return compare.exit_status(rows)
+    return exit_status(rows)
 
 
-def plan(sizes: Iterable[int]) -> list[Row]:
-    """All combinations; `not_run` is set if one cannot be run here."""
-    return [
-        Row(surface, communicator, size, not_run(surface, communicator))
-        for surface in SURFACES
-        for communicator, launcher in LAUNCHERS.items()
-        for size in sizes
-        if size == 1 or launcher
-    ]
+def launch(over: str, size: int, surfaces: Iterable[str], **options: Any) -> list[Row]:
+    """The rows of one launch, printed: `worker.measure` of the surfaces that can run here."""
+    rows = [Row(over, size, surface, reason=missing(surface, over)) for surface in surfaces]
+    able = [row.surface for row in rows if not row.reason]
+    ranks: list[Any] = []
+    failure = ""
+    try:
+        if able:
+            ranks = run_workers(
+                "multibn.parity.worker.measure", over, size,
+                timeout=TIMEOUT, surfaces=able, **options,
+            )  # fmt: skip
+    except WorkerError as error:
+        print(f"{error.output}\n{error}", file=sys.stderr, flush=True)
+        failure = error.reason
+    for row in rows:
+        every = (Error(*error) for rank in ranks for error in rank)
+        row.errors = [error for error in every if error.surface == row.surface]
+        if row.errors:
+            row.verdict = "BROKEN" if max(row.errors).ratio > 1 else "ok"
+        else:
+            row.verdict = "not run" if row.reason else "failed"
+            row.reason = row.reason or failure
+        print(row, flush=True)
+    return rows
 
 
-def not_run(surface: str, communicator: str) -> str:
+def missing(surface: str, over: str) -> str:
     """Why the combination cannot be run here; "" if nothing is missing."""
-    needs = dict.fromkeys(NEEDS[surface] + NEEDS[communicator])
+    needs = dict.fromkeys(NEEDS[surface] + NEEDS[over])
     absent = [f"{name} is not installed" for name in needs if not importable(name)]
-    if LAUNCHERS[communicator] == "mpiexec" and find_command("mpiexec") is None:
+    if LAUNCHERS[over] == "mpiexec" and find_command("mpiexec") is None:
         absent.append("no mpiexec on PATH")
     return "; ".join(absent)
 
 
-def launch(
-    size: int, communicators: Sequence[str], timeout: float, **job: str | Sequence[str]
-) -> list[Written]:
-    """The results of `size` ranks that do `job` over each communicator, as worker.py describes.
-
-    All communicators have one launcher. Raises WorkerError after `timeout` seconds, or if workers
-    fail.
-    """
-    name = f"{', '.join(communicators)}, ranks: {size}"
-    worker = ["-m", "multibn.parity.worker", json.dumps(job | {"communicators": communicators})]
-    return run_workers(name, LAUNCHERS[communicators[0]], size, worker, timeout=timeout)
-
-
-def run_layers(rows: Sequence[Row], chosen: Sequence[Case], timeout: float) -> None:
-    """Run the combinations `rows` that can be run, and add their errors."""
-    launches: dict[tuple[int, str], list[Row]] = {}
-    for row in rows:
-        if not row.not_run:
-            launches.setdefault((row.size, LAUNCHERS[row.communicator]), []).append(row)
-    start = time.monotonic()
-    for number, ((size, launcher), group) in enumerate(launches.items(), 1):
-        under = f"{launcher}, {size} rank{'s' * (size > 1)}" if launcher else "one process"
-        seconds = time.monotonic() - start
-        _say(f"launch {number} of {len(launches)}, after {seconds:.0f} s: {under}")
-        communicators = list(dict.fromkeys(row.communicator for row in group))
-        surfaces = list(dict.fromkeys(row.surface for row in group))
-        names = [case.name for case in chosen]
-        try:
-            written = launch(size, communicators, timeout, surfaces=surfaces, cases=names)
-        except WorkerError as error:
-            _fail(group, error)
-            continue
-        for case in chosen:
-            for row in group:
-                compare.compare(row, written, case)
-
-
-def run_models(spec: str, timeout: float) -> list[Row]:
-    """Run a user's models on one process and on two ranks.
-
-    Returns rows for the frameworks against each other, and for two ranks against one process. A
-    pair that one process refuses is not launched again.
-    """
-    over = "gloo" if not_run("torch", "mpi") else "mpi"
-    if absent := not_run("chainer", over):
-        return [Row("torch, chainer", over, 2, absent)]
-    rows: list[Row] = []
-    alone: list[Written] = []
-    for name, size in (("single process", 1), (over, 2)):
-        both = Row("torch, chainer", name, size)
-        rows.append(both)
-        try:
-            written = launch(size, [name], timeout, model=spec)
-        except WorkerError as error:
-            _fail([both], error)
-            return rows
-        _compare_models(both, "each other", written, "torch", written, "chainer")
-        for framework in ("torch", "chainer") if alone else ():
-            rows.append(Row(framework, name, size))
-            _compare_models(rows[-1], "one process", written, framework, alone, framework)
-        for note in () if alone else written[0].notes["notes"]:
-            _say(note)
-        alone = written
-    return rows
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _fail(rows: Sequence[Row], error: WorkerError) -> None:
-    _say(f"{error.output}\n{error}")
-    for row in rows:
-        row.not_run, row.failed = error.reason, True
-
-
-def _compare_models(
-    row: Row, case: str, ranks: Sequence[Written], one: str, others: Sequence[Written], other: str
-) -> None:
-    for name in ("y", "dx", "eval"):
-        got, expected = (
-            np.concatenate([rank.arrays[f"{framework}/{name}"] for rank in written])
-            for written, framework in ((ranks, one), (others, other))
-        )
-        bound = OF_MODELS[expected.dtype.name][name]
-        row.add(case, name, oracle.relative_error(got, expected), bound)
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print a table, which fits 80 columns but for reasons, and the `summary`."""
-    print("communicator      ranks  error  quantity, case: the worst for its bound")
-    surface = ""
-    for row in rows:
-        if row.surface != surface:
-            surface = row.surface
-            print(surface)
-        place = f"  {row.communicator:15} {row.size:5}"
-        if row.not_run:
-            print(f"{place}  {row.verdict}: {row.not_run}")
-            continue
-        worst = row.worst
-        where = f"{worst.quantity}, {worst.case}"
-        print(f"{place}  {worst.error:5.0e}  {where:36}  {row.verdict}")
-        broken = {e.case: e for e in sorted(row.errors) if e.ratio > 1}  # the worst of each case
-        for e in broken.values():
-            print(f"    {e.case}: {e.error:.0e} in {e.quantity}, bound {e.bound:.0e}")
-    print(summary(rows))
+def exit_status(rows: Sequence[Row]) -> int:
+    """0 for success, 1 if a bound is broken, 2 if ranks failed or nothing was run."""
+    verdicts = {row.verdict for row in rows}
+    return 1 if "BROKEN" in verdicts else 2 if "failed" in verdicts or "ok" not in verdicts else 0
 
 
 def summary(rows: Sequence[Row]) -> str:
     """A sentence about all rows."""
-    ran = [row for row in rows if row.errors]
-    cases = max((len({error.case for error in row.errors}) for row in ran), default=0)
     verdicts = [row.verdict for row in rows]
+    ok, failed, not_run = map(verdicts.count, ("ok", "failed", "not run"))
     return (
-        f"{verdicts.count('ok')} of {len(ran)} combinations are within bounds, in {cases} case(s) "
-        f"each; {verdicts.count('failed')} failed; {verdicts.count('not run')} could not be run "
-        "here."
+        f"{ok} of {len(rows) - failed - not_run} combinations are within bounds; {failed} failed; "
+        f"{not_run} could not be run here."
     )
 
 
@@ -223,28 +171,8 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
 
     document = {
         "multibn": multibn.__version__,
-        "exit_status": compare.exit_status(rows),
+        "exit_status": exit_status(rows),
         "summary": summary(rows),
-        "rows": [
-            vars(row) | {"verdict": row.verdict, "errors": list(map(finite, row.errors))}
-            for row in rows
-        ],
+        "rows": [vars(row) | {"errors": list(map(finite, row.errors))} for row in rows],
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def _ranks(text: str) -> list[int]:
-    if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", text):
-        raise argparse.ArgumentTypeError(
-            f"must be positive numbers separated by commas: got {text!r}. Try --ranks 1,2."
-        )
-    return sorted(set(map(int, text.split(","))))
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"must be a file in a folder that exists: got {text!r}. Make the folder first."
-        )
-    return path

@@ -1,29 +1,97 @@
-"""One rank of the parity command: `python -m multibn.parity.worker JOB DIRECTORY`.
+"""What each rank of the parity command does: trains layers or models, and finds their errors.
 
-JOB is JSON with `communicators` of one launcher, and either `surfaces` and `cases`, or `model`. A
-surface is a framework's layer behind one small interface of NumPy arrays. The rank trains every
-surface over every communicator, and writes arrays to DIRECTORY. It compares nothing, so that it
-cannot fail and leave the other ranks waiting in a collective. Only constructors import frameworks.
+A surface is a framework's layer or model behind one small interface of NumPy arrays. A rank
+compares when all communication is over, so that it cannot fail and leave the other ranks waiting
+in a collective. Only functions import frameworks.
 """
 
-import json
-import sys
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import importlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from multibn._launch import enter_world, leave_world, write
 from multibn.communicators import Communicator
+from multibn.parity import oracle
 from multibn.parity.cases import CASES, CHANNELS, EPS, MOMENTUM, Case
 from multibn.parity.oracle import Array
 
-# One rank's arrays of a training step, with gradients as the framework returns them.
-QUANTITIES = ("y", "dx", "dweight", "dbias", "running_mean", "running_var")
+# One rank's arrays by "step/quantity"; gradients of weight and bias are means over the ranks.
+Arrays = dict[str, Array]
+
+# Bounds of models, wider than those of single layers: rounding errors grow with depth.
+OF_MODELS = {
+    "float32": {"y": 1e-4, "dx": 1e-3, "eval": 1e-4},
+    "float64": {"y": 1e-10, "dx": 1e-9, "eval": 1e-10},
+}
 
 
-class TorchSurface:
+class Error(NamedTuple):
+    """A rank's largest error of a quantity, over all steps; NaN counts as infinite."""
+
+    ratio: float  # of the error to its bound
+    error: float  # relative to the largest expected entry
+    bound: float
+    quantity: str
+    case: str
+    surface: str
+
+
+class Torch:
+    """A module of torch."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.call: Callable[..., Any] = module
+
+    def train(self, x: Array, dy: Array | None = None, **masks: Array) -> Arrays:
+        """Forward and backward; without `dy`, down the sum of y**3 / 3.
+
+        Of the sum of y, or of y**2, batch normalization gives dx = 0.
+        """
+        import torch
+
+        t = torch.from_numpy(x).requires_grad_()
+        self.module.train().zero_grad()
+        y = self.call(t, **{name: torch.from_numpy(a) for name, a in masks.items()})
+        y.backward(y.detach() ** 2 if dy is None else torch.from_numpy(dy))
+        return {"y": np.asarray(y.detach()), "dx": np.asarray(t.grad)}
+
+    def evaluate(self, x: Array, **masks: Array) -> Array:
+        """The output in evaluation."""
+        import torch
+
+        with torch.no_grad():
+            tensors = {name: torch.from_numpy(a) for name, a in masks.items()}
+            return np.asarray(self.module.eval()(torch.from_numpy(x), **tensors))
+
+
+class Chainer:
+    """A link of Chainer."""
+
+    def __init__(self, link: Any) -> None:
+        self.link = link
+        self.call: Callable[..., Any] = link
+
+    def train(self, x: Array, dy: Array | None = None, **masks: Array) -> Arrays:
+        import chainer
+
+        v = chainer.Variable(x)
+        self.link.cleargrads()
+        y = self.call(v, **masks)
+        y.grad = y.array**2 if dy is None else dy
+        y.backward()
+        return {"y": y.array, "dx": v.grad}
+
+    def evaluate(self, x: Array, **masks: Array) -> Array:
+        import chainer
+
+        with chainer.using_config("train", False), chainer.no_backprop_mode():
+            return np.asarray(self.link(x, **masks).array)
+
+
+class TorchLayer(Torch):
     """multibn.torch_backend.SyncBatchNorm."""
 
     def __init__(self, case: Case, communicator: Communicator) -> None:
@@ -33,7 +101,7 @@ class TorchSurface:
         from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
 
         weight, bias = map(torch.from_numpy, case.parameters())
-        self.layer = SyncBatchNorm(
+        layer = SyncBatchNorm(
             CHANNELS,
             EPS,
             None if case.cumulative else MOMENTUM,
@@ -42,44 +110,26 @@ class TorchSurface:
             running_var=case.running_var,
             dtype=weight.dtype,
         )
-        self.layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
-        self.call: Callable[..., Any] = self.layer
+        layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
+        super().__init__(layer)
         if case.recompute:
             options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
-            self.call = partial(checkpoint, self.layer, **options)
+            self.call = partial(checkpoint, layer, **options)
 
-    def train(self, x: Array, dy: Array, **masks: Array) -> dict[str, Array]:
-        """Forward, backward and the update of the running statistics."""
-        import torch
-
-        layer = self.layer
-        t = torch.from_numpy(x).requires_grad_()
-        layer.train().zero_grad()
-        y = self.call(t, **{name: torch.from_numpy(a) for name, a in masks.items()})
-        y.backward(torch.from_numpy(dy))
-        gradients = t.grad, layer.weight.grad, layer.bias.grad
-        results = y.detach(), *gradients, layer.running_mean, layer.running_var
-        arrays = (a.numpy().copy() for a in results if a is not None)
-        return dict(zip(QUANTITIES, arrays, strict=True))
-
-    def evaluate(self, x: Array, **masks: Array) -> Array:
-        """`x` normalized by the running statistics."""
-        import torch
-
-        with torch.no_grad():
-            tensors = {name: torch.from_numpy(a) for name, a in masks.items()}
-            return np.asarray(self.layer.eval()(torch.from_numpy(x), **tensors))
+    def state(self) -> tuple[Any, ...]:
+        """Gradients of weight and bias as the framework gives them, and running statistics."""
+        layer = self.module
+        return layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var
 
 
-class ChainerSurface:
+class ChainerLayer(Chainer):
     """multibn.chainer_backend.MultiNodeBatchNormalization."""
 
     def __init__(self, case: Case, communicator: Communicator) -> None:
         from multibn.chainer_backend import MultiNodeBatchNormalization
 
         weight, bias = case.parameters()
-        self.case = case
-        self.link: Any = MultiNodeBatchNormalization(
+        link: Any = MultiNodeBatchNormalization(
             CHANNELS,
             communicator,
             1 - MOMENTUM,
@@ -88,72 +138,163 @@ class ChainerSurface:
             weighting=case.weighting,
             avg_var=case.running_var,
         )
-        self.link.gamma.array[...], self.link.beta.array[...] = weight, bias
-        self.link.avg_var[...] = 1
+        link.gamma.array[...], link.beta.array[...] = weight, bias
+        link.avg_var[...] = 1
+        super().__init__(link)
+        if case.cumulative:
+            self.call = partial(link, finetune=True)
+        if case.recompute:
+            import chainer
 
-    def train(self, x: Array, dy: Array, **masks: Array) -> dict[str, Array]:
-        import chainer
+            self.call = lambda v, **masks: chainer.functions.forget(partial(link, **masks), v)
 
+    def state(self) -> tuple[Any, ...]:
         link = self.link
-        v = chainer.Variable(x)
-        link.cleargrads()
-        options: Any = {"finetune": True} if self.case.cumulative else {}
-        call = partial(link, **options, **masks)
-        y = chainer.functions.forget(call, v) if self.case.recompute else call(v)
-        y.grad = dy
-        y.backward()
-        results = y.array, v.grad, link.gamma.grad, link.beta.grad, link.avg_mean, link.avg_var
-        return dict(zip(QUANTITIES, map(np.array, results), strict=True))
-
-    def evaluate(self, x: Array, **masks: Array) -> Array:
-        import chainer
-
-        with chainer.using_config("train", False):
-            return np.asarray(self.link(x, **masks).array)
+        return link.gamma.grad, link.beta.grad, link.avg_mean, link.avg_var
 
 
-SURFACES: dict[str, Any] = {"torch": TorchSurface, "chainer": ChainerSurface}
+SURFACES: dict[str, Any] = {"torch": TorchLayer, "chainer": ChainerLayer}
 
 
-def train(surface: str, case: Case, communicator: Communicator) -> dict[str, Array]:
-    """This rank's arrays by "step/quantity".
+def measure(
+    communicator: Communicator,
+    surfaces: Sequence[str],
+    cases: Sequence[str] = (),
+    model: str = "",
+) -> list[Error]:
+    """This rank's errors of layers in the cases of these names, or of models. Collective."""
+    if model:
+        return models(communicator, model)
+    arrays = {
+        (case, surface): train(surface, case, communicator)
+        for case in CASES
+        if case.name in cases
+        for surface in surfaces
+    }
+    rank, size = communicator.rank, communicator.size
+    return [
+        e for (case, surface), a in arrays.items() for e in compare(surface, case, a, rank, size)
+    ]
 
-    Collective over `communicator`. The gradients of weight and bias are means over the ranks.
-    """
+
+def train(surface: str, case: Case, communicator: Communicator) -> Arrays:
+    """Train a layer. Collective."""
     layer = SURFACES[surface](case, communicator)
-    arrays: dict[str, Array] = {}
+    arrays: Arrays = {}
     rank, size = communicator.rank, communicator.size
     for step in range(case.steps):
         xs, dys, masks = case.batches(size, step)
         arguments = {} if case.padding is None else {"mask": masks[rank]}
         trained = layer.train(xs[rank], dys[rank], **arguments)
+        *gradients, mean, var = (np.asarray(a).copy() for a in layer.state())
         # Optimizers average so. torch's gradients are each rank's sums; Chainer's are means.
-        for name in ("dweight", "dbias"):
-            total = communicator.allreduce(trained[name].astype(np.float64))
-            trained[name] = np.asarray(total) / size
+        for name, gradient in zip(("dweight", "dbias"), gradients, strict=True):
+            trained[name] = communicator.allreduce(gradient.astype(np.float64)) / size
+        trained |= {"running_mean": mean, "running_var": var}
         arrays |= {f"{step}/{name}": a for name, a in trained.items()}
     arrays[f"{step}/eval"] = layer.evaluate(xs[rank], **arguments)
     return arrays
 
 
-def main(job: str, directory: str) -> None:
-    """Run the job and write this rank's results to `directory`."""
-    asked = json.loads(job)
-    arrays: dict[str, Array] = {}
-    notes: dict[str, Any] = {}
-    for name in asked["communicators"]:
-        communicator = enter_world(name)
-        if "model" in asked:
-            from multibn.parity import model
+@lru_cache(1)  # one surface after the other
+def expected(case: Case, rank: int, size: int) -> Arrays:
+    """What `train` must give on this rank."""
+    arrays: Arrays = {}
+    running = np.zeros(CHANNELS), np.ones(CHANNELS)
+    for step in range(case.steps):
+        xs, dys, masks = case.batches(size, step)
+        whole = oracle.batch_norm(
+            xs, dys, *case.parameters(), eps=EPS, weighting=case.weighting, masks=masks
+        )
+        count = masks[rank].sum() if case.running_var == "unbiased_local" else whole.count
+        factor = 1.0 if case.running_var == "biased" else count / max(count - 1, 1)
+        momentum = 1 / (step + 1) if case.cumulative else MOMENTUM
+        running = oracle.running(running, whole.mean, whole.var, factor, momentum)
+        arrays |= {
+            f"{step}/y": whole.y[rank],
+            f"{step}/dx": whole.dx[rank],
+            f"{step}/dweight": whole.dweight / size,
+            f"{step}/dbias": whole.dbias / size,
+            f"{step}/running_mean": running[0],
+            f"{step}/running_var": running[1],
+        }
+    arrays[f"{step}/eval"] = oracle.normalize(
+        xs[rank], *running, *case.parameters(), eps=EPS, mask=masks[rank]
+    )
+    return arrays
 
-            arrays, notes = model.train(asked["model"], communicator)
-        for surface in asked.get("surfaces", ()):
-            for case in (case for case in CASES if case.name in asked["cases"]):
-                trained = train(surface, case, communicator)
-                arrays |= {f"{surface}/{name}/{case.name}/{k}": a for k, a in trained.items()}
-    write(directory, communicator.rank, arrays, notes)
-    leave_world()
+
+def compare(surface: str, case: Case, got: Arrays, rank: int, size: int) -> list[Error]:
+    """The errors of what `train` has given on this rank, by quantity."""
+    largest: dict[str, float] = {}
+    for key, array in expected(case, rank, size).items():
+        quantity = key.rpartition("/")[2]
+        error = oracle.relative_error(got[key], array)
+        largest[quantity] = max(largest.get(quantity, 0.0), error)
+    return [
+        Error(error / case.bound(name), error, case.bound(name), name, case.name, surface)
+        for name, error in largest.items()
+    ]
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def models(communicator: Communicator, function: str) -> list[Error]:
+    """The errors of a pair of the user's models, which "module:function" returns. Collective.
+
+    Each rank has a part of the example input, and batch normalization is synchronized; alone, the
+    models get the whole input.
+    """
+    from multibn.chainer_backend import create_mnbn_model
+    from multibn.torch_backend import convert_sync_batchnorm
+
+    torch_model, chainer_model, x = _pair(function)
+    alone = _steps(torch_model, chainer_model, x)
+    torch_model, chainer_model, _ = _pair(function)
+    indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
+    shared = _steps(
+        convert_sync_batchnorm(torch_model, communicator),
+        create_mnbn_model(chainer_model, communicator),
+        x[indices],
+    )
+    errors = []
+    for name, bound in OF_MODELS[x.dtype.name].items():
+        whole = {framework: arrays[name] for framework, arrays in alone.items()}
+        part = {framework: arrays[name] for framework, arrays in shared.items()}
+        for case, got, right in (
+            ("torch and chainer alone", whole["torch"], whole["chainer"]),
+            ("torch and chainer on ranks", part["torch"], part["chainer"]),
+            ("torch alone and on ranks", part["torch"], whole["torch"][indices]),
+            ("chainer alone and on ranks", part["chainer"], whole["chainer"][indices]),
+        ):
+            error = oracle.relative_error(got, right, whole["chainer"])
+            errors.append(Error(error / bound, error, bound, name, case, "models"))
+    return errors
+
+
+def _pair(path: str) -> tuple[Any, Any, Array]:
+    """The user's models, of which torch's has the state of Chainer's, and their input."""
+    import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
+
+    # isort: split
+    import torch
+    from chainer.serializers import DictionarySerializer
+
+    from multibn import checkpoint
+
+    module, _, name = path.partition(":")
+    # All calls must return models with the same weights.
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
+    torch_model, chainer_model, x = getattr(importlib.import_module(module), name)()
+    serializer = DictionarySerializer()
+    serializer.save(chainer_model)
+    state = checkpoint.chainer_to_torch(serializer.target).state
+    torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
+    return torch_model, chainer_model, x
+
+
+def _steps(torch_model: Any, chainer_model: Any, x: Array) -> dict[str, Arrays]:
+    """A step of training and an evaluation of both models."""
+    surfaces: dict[str, Any] = {"torch": Torch(torch_model), "chainer": Chainer(chainer_model)}
+    return {
+        name: surface.train(x) | {"eval": surface.evaluate(x)} for name, surface in surfaces.items()
+    }

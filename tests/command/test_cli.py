@@ -43,16 +43,14 @@ def _said(monkeypatch: Any, *present: str) -> str:
 @pytest.mark.parametrize(
     "present, message",
     [
-        ([], "  torch    not found"),
+        ([], "  torch           not found"),
         ([], "torch on a GPU  generic (slow): pip install 'triton>=3.4'"),
         (["triton"], "torch on a GPU  Triton, when there is a GPU"),
         (["triton"], "CuPy            generic (slow): pip install torch 'triton>=3.4'"),
         (["torch", "triton"], "CuPy            Triton, launched by torch"),
-        ([], "neither torch nor chainer is here"),
-        (["torch"], "works here: torch in one process and under torchrun"),
-        ([], "torchrun  nothing: pip install '.[torch]' in multibn's checkout"),
-        (["torch"], "torchrun  shared memory inside a machine, torch.distributed between machines"),
-        ([], "mpiexec   nothing: pip install '.[mpi]' in multibn's checkout"),
+        ([], "torchrun        nothing: pip install '.[torch]' in multibn's checkout"),
+        (["torch"], "torchrun        shared memory inside a machine, torch.distributed betwe"),
+        ([], "mpiexec         nothing: pip install '.[mpi]' in multibn's checkout"),
     ],
 )
 def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch: Any) -> None:
@@ -102,18 +100,11 @@ def test_without_arguments_the_command_prints_its_help() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["parity", "--ranks", "2,x"], r"--ranks: must be positive numbers .* got '2,x'\. Try"),
-        (["parity", "--ranks", "0"], "--ranks: must be positive numbers .* got '0'"),
-        (["parity", "--timeout", "soon"], "--timeout: invalid float value: 'soon'"),
-        (["parity", "--cases", "float23"], "--cases: .*: got 'float23', the nearest are 'float32'"),
+        (["parity", "--ranks", "x"], "--ranks: invalid int value: 'x'"),
+        (["parity", "--model", "a:b", "--cases", "uneven"], "--cases: not allowed with .*--model"),
         (["convert", "a.npz"], "required: DST"),
         (["convert", "a.npz", "a.pt", "b.pt"], r"unrecognized arguments: b\.pt"),
         (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*'convert'"),
-        (["parity", "--json", "/no/a.json"], r"must be a file in a folder that exists: got '/no/a"),
-        *[
-            (["parity", "--model", "a:b", *option], "`--ranks` and `--cases` must be left out besi")
-            for option in (["--ranks", "2"], ["--cases", "uneven"])
-        ],
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
@@ -125,35 +116,39 @@ def test_arguments_that_do_not_fit_are_refused(
     assert re.search(message, said), said
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["parity", "--ranks", "0"], "--ranks must be positive: got 0"),
+        (["parity", "--cases", "float23"], "--cases must match the name of a case: got 'float23'"),
+        (["parity", "--json", "/no/a.json"], "No such file or directory: '/no/a.json'"),
+        (["convert", "/no/a.npz", "a.pt"], "/no/a.npz: no such file. Check the path."),
+        (["convert", "a.npz", "a.pt", "--names", "/no"], "No such file or directory: '/no'"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(
+    arguments: list[str], message: str, capsys: Any
+) -> None:
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"multibn {arguments[0]}: ")
+    assert message in said
+
+
 def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
     require.need("torch")
     import torch
 
-    arrays = {"l/W": np.ones((2, 3), "f"), "l/b": np.zeros(2, "f")}
-    np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
-    for verb in ("wrote", "replaced"):
-        assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
-        assert f"{verb} {tmp_path / 'a.pt'}: 2 arrays\n" in capsys.readouterr().out
-    state = torch.load(tmp_path / "a.pt", weights_only=True)
-    assert set(state) == {"l.weight", "l.bias"}
-    assert cli.main(["convert", str(tmp_path / "no.npz"), str(tmp_path / "b.pt")]) == 2
-    assert capsys.readouterr().err.startswith(f"multibn convert: {tmp_path / 'no.npz'}: no such f")
-
-
-@pytest.mark.parametrize("text", ["[1]", '{"a": 1}', "{", "[" * 100000, None])
-def test_names_are_an_object_of_names(text: str | None, tmp_path: Path, capsys: Any) -> None:
-    require.need("torch")
-    arrays = {"l/b": np.ones(1), "l/W": np.ones((1, 1))}
-    np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
-    path = tmp_path / "names.json"
-    convert = ["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt"), "--names", str(path)]
-    path.write_text('{"l": "k", "l/b": null}')
+    source, target, names = tmp_path / "a.npz", tmp_path / "a.pt", tmp_path / "names.json"
+    arrays = {"l/W": np.ones((2, 3), "f"), "l/b": np.zeros(2, "f"), "k/b": np.zeros(2, "f")}
+    np.savez(source, **arrays)  # type: ignore[arg-type]
+    names.write_text('{"l": "m", "k/b": null}')
+    convert = ["convert", str(source), str(target), "--names", str(names)]
     assert cli.main(convert) == 0
-    assert "note: left out by `names`: 'l/b'." in capsys.readouterr().out
-    path.unlink()
-    if text is not None:
-        path.write_text(text)
+    said = f"note: left out by `names`: 'k/b'.\nwrote {target}: 2 arrays\n"
+    assert capsys.readouterr().out == said
+    assert set(torch.load(target, weights_only=True)) == {"m.weight", "m.bias"}
+    names.write_text("{")
     assert cli.main(convert) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"multibn convert: {path}: must be a JSON object of names, such as ")
-    assert (text is not None) or "No such file" in said
+    assert said.startswith(f"multibn convert: {names}: must be a JSON object of names: Expecting")

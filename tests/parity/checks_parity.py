@@ -1,9 +1,9 @@
 """Both layers, driven by the launcher's own communicator, against the whole-batch oracle."""
 
 from multibn.communicators import Communicator, SingleProcess
-from multibn.parity import compare, oracle
+from multibn.parity import oracle
 from multibn.parity.cases import Case
-from multibn.parity.worker import SURFACES
+from multibn.parity.worker import SURFACES, expected
 from tests.harness.runs import on
 from tests.helpers import parity
 
@@ -17,7 +17,7 @@ def check_ordinary_batch_norm_on_the_parts_differs(world: Communicator) -> None:
     """The negative control: without a communicator the oracle is missed."""
     case = Case("control", dtype="float64", steps=1)
     xs, dys, _ = case.batches(world.size, 0)
-    want = compare.expected(case, world.size)[world.rank]
+    want = expected(case, world.rank, world.size)
     for framework in parity.frameworks():
         layer = SURFACES[framework](case, SingleProcess())
         got = layer.train(xs[world.rank], dys[world.rank])

@@ -62,14 +62,14 @@ def main() -> int:
 def _run(transport: str, ranks: int, seconds: float) -> dict[str, Any] | None:
     over, variables = TRANSPORTS[transport]
     try:
-        first, *_ = worker.run(
+        (_, notes), *_ = worker.run(
             "tests.soak.worker.measure", over, ranks, seconds=seconds,
             timeout=seconds + _DEADLINE, variables=launch.VARIABLES | variables,
         )  # fmt: skip
     except _launch.WorkerError as error:
         print(f"{error}\n{error.output}", flush=True)
         return None
-    return first.notes | {"rows": [Row(*row) for row in first.notes["rows"]]}
+    return notes | {"rows": [Row(*row) for row in notes["rows"]]}
 
 
 def _cells(transport: str, ranks: int, row: Row) -> list[str]:
