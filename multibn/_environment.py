@@ -1,13 +1,11 @@
 """What this machine has: libraries and launchers, found without importing or starting them."""
 
-import difflib
 import importlib.util
 import os
 import platform
 import secrets
 import shutil
 import sysconfig
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -63,12 +61,6 @@ def ended_ranks() -> set[int]:
                     living.add(int(of_rank["RANK"]))
     first = rank - local_rank
     return set(range(first, first + local_size)) - living if rank in living else set()
-
-
-def nearest(name: str, names: Iterable[str], most: int = 3) -> str:
-    """Names that were perhaps meant, for the message that refuses `name`; "" if none is near."""
-    near = [repr(other) for other in difflib.get_close_matches(name, list(names), most)]
-    return f", the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else ""
 
 
 def importable(name: str) -> bool:

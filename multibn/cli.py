@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"multibn {args.command}: {error}", file=sys.stderr)
         return 2
 

@@ -5,12 +5,10 @@ import pickle
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multibn._environment import importable, nearest
 from multibn._typing import Array
 
 # The framework that reads a file, by its suffix.
@@ -36,15 +34,6 @@ class CheckpointError(ValueError):
     """
 
 
-@contextmanager
-def about(path: Path) -> Iterator[None]:
-    """Start the message of any CheckpointError with the name of the file."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error.__cause__
-
-
 def framework(path: Path) -> str:
     """`"chainer"` or `"torch"`, by the suffix."""
     suffix = path.suffix.lower()
@@ -53,11 +42,6 @@ def framework(path: Path) -> str:
             f"{path}: the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. "
             "Rename the file: the suffix says which format it has."
         )
-    if suffix == ".safetensors" and not importable("safetensors"):
-        raise CheckpointError(
-            f"{path}: needs the library safetensors, which cannot be imported. Run "
-            "`pip install safetensors`, or use a .pt file."
-        )
     return FRAMEWORKS[suffix]
 
 
@@ -65,24 +49,26 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
     """The arrays (npz) or tensors of a file whose keys start with `prefix`, without `prefix`."""
     reader = _read_npz if framework(path) == "chainer" else _read_torch
     if not os.path.isfile(path):
-        said = "not a regular file" if os.path.exists(path) else "no such file"
-        raise CheckpointError(f"{path}: {said}. Check the path.")
+        raise CheckpointError(f"{path}: no such file. Check the path.")
     try:
-        with about(path):
-            return reader(path, prefix)
-    except CheckpointError:
+        return reader(path, prefix)
+    except ImportError:  # torch or safetensors is not installed
         raise
     except Exception as error:  # parsers raise any exception for invalid bytes
-        if isinstance(error, pickle.UnpicklingError) or "allow_pickle" in str(error):
-            raise CheckpointError(
-                f"{path}: holds Python objects that are no arrays, or is damaged; nothing was "
-                "executed. Save `model.state_dict()` again where the file comes from. Chainer "
+        if isinstance(error, CheckpointError):
+            said = str(error)
+        elif isinstance(error, pickle.UnpicklingError) or "allow_pickle" in str(error):
+            said = (
+                "holds Python objects that are no arrays, or is damaged; nothing was executed. "
+                "Select the model alone with `prefix`, or save `model.state_dict()` again. Chainer "
                 "pickles parameters that are not initialised: call the model once on data before."
-            ) from error
-        raise CheckpointError(
-            f"{path}: cannot be read as {path.suffix}, it is damaged or another format "
-            f"({error!r:.200}). Copy it again from where it was saved."
-        ) from error
+            )
+        else:
+            said = (
+                f"cannot be read as {path.suffix}, it is damaged or another format "
+                f"({error!r:.200}). Copy it again from where it was saved."
+            )
+        raise CheckpointError(f"{path}: {said}") from error
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
@@ -106,6 +92,8 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
             os.replace(temporary, real)
         finally:
             temporary.unlink(missing_ok=True)
+    except ImportError:
+        raise
     except Exception as error:  # torch raises RuntimeError for a full disk
         raise CheckpointError(
             f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}. Choose "
@@ -148,13 +136,10 @@ def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str,
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: array_of(values, key) for key in values if key.startswith(start)}
     if not selected:
-        # "a/b/c" is below "a" and "a/b".
-        parts = [key.split(separator) for key in values]
-        prefixes = {separator.join(p[:n]) for p in parts for n in range(1, len(p) + 1)}
-        tops = sorted({f"{p[0]!r:.99}" for p in parts})
+        tops = sorted({f"{key.split(separator)[0]!r:.99}" for key in values})
         raise CheckpointError(
-            f"no key is below `prefix` {prefix!r}{nearest(prefix, prefixes)}: found "
-            f"{', '.join(tops[:8]) or 'no'} at the top. Pass another `prefix`, or none."
+            f"no key is below `prefix` {prefix!r}: found {', '.join(tops[:8]) or 'no'} at the top. "
+            "Pass another `prefix`, or none."
         )
     return selected
 
@@ -193,12 +178,6 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
 
     _check_archive(path)
     with np.load(path, allow_pickle=False) as file:
-        models = sorted({key.split("/")[1] for key in file if key.startswith("updater/model:")})
-        if models and not prefix:
-            raise CheckpointError(
-                f"is the snapshot of a trainer and holds {', '.join(models)} among other things. "
-                f"Pass prefix='updater/{models[0]}'."
-            )
         return _select(file, prefix, "/")
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from multibn._environment import nearest
 from multibn._typing import Array
 from multibn.checkpoint import files
 from multibn.checkpoint.files import CheckpointError
@@ -113,8 +112,10 @@ def convert(
     source, target = Path(src), Path(dst)
     old, new = (WORDS[files.framework(path)] for path in (source, target))
     state = files.read(source, prefix)
-    with files.about(source):
+    try:
         converted = _translate(state, old, new, names, skip_unknown)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}") from error
     files.write(target, converted.state)
     return converted
 
@@ -186,21 +187,42 @@ def torch_to_chainer(
 def _translate(
     state: Mapping[str, Any], source: Words, target: Words, names: Names | None, skip_unknown: bool
 ) -> Converted:
-    notes: list[str] = []
+    old, new = source.separator, target.separator
     names = names or {}
-    layers = {key.rpartition(source.separator)[0] for key in state}
-    for name in names:
-        if not any(_is_below(key, name, source) for key in state):
-            raise CheckpointError(
-                f"every entry of `names` must match a key or a prefix: {name!r} matches none"
-                f"{nearest(name, [*state, *layers], 1)}. Correct it, or remove it."
-            )
-    if left_out := [key for key in state if _rule(key, names, source)[1] is None]:
-        notes.append(f"left out by `names`: {some(left_out)}.")
-        state = {key: value for key, value in state.items() if key not in set(left_out)}
+    if idle := [name for name in names if not any(_is_below(key, name, old) for key in state)]:
+        raise CheckpointError(
+            f"every entry of `names` must match a key or a prefix: {some(idle)} match none. "
+            "Correct or remove them."
+        )
+    notes: list[str] = []
     if source is not target:
         state = _with_new_counters(state, source, target, names, notes)
-    origins, unknown = _new_names(state, source, target, names)
+    origins: dict[str, str] = {}
+    left_out, unknown, numbered = [], [], []
+    for layer, leaves in _layers(state, old).items():
+        known = _counterparts(leaves, source, target)
+        for leaf in leaves:
+            key = layer + leaf
+            rule = max((name for name in names if _is_below(key, name, old)), key=len, default="")
+            name = names.get(rule, "")
+            if name is None:
+                left_out.append(key)
+                continue
+            if rule != key:
+                rest = layer[len(rule) :].strip(old)
+                if leaf not in known or (new != old and new in rest):
+                    unknown.append(key)
+                    continue
+                if source is not target and any(map(str.isdigit, rest.split(old))):
+                    numbered.append(key)
+                name = new.join(filter(None, (name, rest.replace(old, new), known[leaf])))
+            if not name or not name.isprintable() or name in origins:
+                raise CheckpointError(
+                    f"every key must get a name of its own: {key!r:.99} becomes {name!r:.99}"
+                    f"{f', as {origins[name]!r:.99} does' if name in origins else ''}. Pass "
+                    "another name in `names`."
+                )
+            origins[name] = key
     if unknown and not skip_unknown:
         raise CheckpointError(
             f"every key must have a place in {target.framework}: {some(unknown)} "
@@ -209,27 +231,28 @@ def _translate(
         )
     if not origins:
         raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
-    if unknown:
-        notes.append(f"unknown, and left out: {some(unknown)}.")
+    if numbered:
+        notes.append(
+            f"the numbers in {some(numbered)} are carried as they are, which is right for a "
+            "ChainList. A chainer.Sequential numbers its links in another order and does not count "
+            "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
+        )
+    for keys, why in ((left_out, "left out by `names`"), (unknown, "unknown, and left out")):
+        if keys:
+            notes.append(f"{why}: {some(keys)}.")
     return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
 
 
 def _with_new_counters(
     state: Mapping[str, Any], source: Words, target: Words, names: Names, notes: list[str]
 ) -> dict[str, Array]:
-    """NumPy arrays, with 0 for each counter of batches; notes on what a file does not say."""
+    """NumPy arrays, with 0 for each counter of batches; notes what a file does not say."""
     import numpy as np
 
     arrays = {key: files.to_numpy(state, key) for key in state}
-    rests = {key: key.removeprefix(_rule(key, names, source)[0]) for key in state}
-    if numbered := [k for k in state if any(map(str.isdigit, rests[k].split(source.separator)))]:
-        notes.append(
-            f"the numbers in {some(numbered)} are carried as they are, which is right for a "
-            "ChainList. A chainer.Sequential numbers its links in another order and does not count "
-            "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
-        )
     *_, mean, var, counter = source.norm
-    norms = [layer for layer, leaves in _layers(arrays, source).items() if mean in leaves]
+    layers = _layers(arrays, source.separator).items()
+    norms = [layer for layer, leaves in layers if mean in leaves]
     if norms:
         notes.append(
             "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
@@ -242,44 +265,14 @@ def _with_new_counters(
     return arrays | {key: np.asarray(0, np.int64) for key in counters}
 
 
-def _new_names(
-    state: Mapping[str, Any], source: Words, target: Words, names: Names
-) -> tuple[dict[str, str], list[str]]:
-    """The old keys by the new ones, and the keys that have no place."""
-    old, new = source.separator, target.separator
-    unknown: list[str] = []
-    origins: dict[str, str] = {}
-    for layer, leaves in _layers(state, source).items():
-        known = _counterparts(leaves, source, target)
-        for leaf in leaves:
-            key = layer + leaf
-            rule, name = _rule(key, names, source)
-            if rule != key:
-                rest = layer[len(rule) :].strip(old)
-                if leaf not in known or (new != old and new in rest):
-                    unknown.append(key)
-                    continue
-                name = new.join(filter(None, (name, rest.replace(old, new), known[leaf])))
-            if not name or not name.isprintable() or name in origins:
-                raise CheckpointError(
-                    f"every key must get a name of its own: {key!r:.99} becomes {name!r:.99}"
-                    f"{f', as {origins[name]!r:.99} does' if name in origins else ''}. Pass "
-                    "another name in `names`."
-                )
-            origins[name] = key
-    return origins, unknown
-
-
 def _counterparts(leaves: Mapping[str, Any], source: Words, target: Words) -> dict[str, str]:
     """The names that a layer's arrays have in `target`, by those in `source`, as far as known."""
     if source is target:
         return {leaf: leaf for leaf in leaves}
     plain = dict(zip(source.plain, target.plain, strict=True))
     norm = dict(zip(source.norm, target.norm, strict=True))
-    if source.norm[2] in leaves:
+    if source is CHAINER or source.norm[2] in leaves:
         return plain | norm
-    if source is CHAINER:
-        return plain | dict(list(norm.items())[:2])
     weight, bias = (getattr(leaves.get(name), "shape", None) for name in source.plain)
     if weight is None or (len(weight) > 1 and weight != bias):
         return plain
@@ -287,23 +280,17 @@ def _counterparts(leaves: Mapping[str, Any], source: Words, target: Words) -> di
     return norm if len(weight) == 1 and weight == bias else {"bias": "b"}
 
 
-def _layers(state: Mapping[str, Any], words: Words) -> dict[str, dict[str, Any]]:
+def _layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]]:
     """By layer, the separator at its end included, a map from the rest of its keys to the value."""
     layers: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
-        leaf = key.rpartition(words.separator)[2]
+        leaf = key.rpartition(separator)[2]
         layers.setdefault(key.removesuffix(leaf), {})[leaf] = value
     return layers
 
 
-def _rule(key: str, names: Names, words: Words) -> tuple[str, str | None]:
-    """The longest entry of `names` that applies to `key`; without one, "" stays ""."""
-    rule = max((name for name in names if _is_below(key, name, words)), key=len, default="")
-    return rule, names.get(rule, "")
-
-
-def _is_below(key: str, name: str, words: Words) -> bool:
-    return not name or key == name or key.startswith(name + words.separator)
+def _is_below(key: str, name: str, separator: str) -> bool:
+    return not name or key == name or key.startswith(name + separator)
 
 
 def some(keys: Iterable[str]) -> str:
