@@ -148,14 +148,11 @@ def leave_world() -> None:
 
 
 class WorkerError(Exception):
-    """Workers failed: `output` is the end of all they printed, `reason` their first error."""
+    """Ranks failed: `reason` is their first error, `output` the end of all they printed."""
 
-    def __init__(self, message: str, output: str, reason: str = "") -> None:
-        super().__init__(message)
-        self.output = output[-4000:]
-        # A last line of a traceback: "ZeroDivisionError: ..."
-        errors = re.findall(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", output, re.M)
-        self.reason = reason or (errors[0] if errors else message)
+    def __init__(self, name: str, reason: str, output: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.reason, self.output = reason, output[-4000:]
 
 
 def run_workers(
@@ -180,15 +177,15 @@ def run_workers(
         try:
             ran = run(command, timeout=timeout, variables=variables)
         except subprocess.TimeoutExpired as expired:
-            reason = f"no result within {timeout:g} s"
-            raise WorkerError(f"{name}: {reason}", expired.output, reason) from None
+            raise WorkerError(name, f"no result within {timeout:g} s", expired.output) from None
         paths = sorted(Path(directory).iterdir())
         if ran.returncode or len(paths) != size:
-            raise WorkerError(
-                f"{name}: exit status {ran.returncode}, and {len(paths)} of {size} ranks wrote "
-                "their results. Their output says why.",
-                ran.stdout,
+            # The last line of a traceback: "ZeroDivisionError: ..."
+            errors = re.findall(
+                r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", ran.stdout, re.M
             )
+            ended = f"exit status {ran.returncode}, results of {len(paths)} of {size} ranks"
+            raise WorkerError(name, errors[0] if errors else ended, ran.stdout)
         return [json.loads(path.read_text()) for path in paths]
 
 

@@ -58,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     option("dst", type=Path, metavar="DST", help="file to write")
     option("--names", type=Path, metavar="FILE.json", help="JSON object: new names by old ones")
     option("--prefix", default="", metavar="P", help="convert only the keys below P")
-    option("--skip-unknown", action="store_true", help="leave out what has no place")
     option = add("pool", _pool).add_argument
     option("src", nargs="+", type=Path, metavar="SRC", help="files to read")
     option("--counts", nargs="+", type=float, required=True, metavar="N")
@@ -79,14 +78,13 @@ def _convert(args: argparse.Namespace) -> int:
 
     multibn convert model.npz model.pt
     multibn convert --prefix updater/model:main snapshot.npz model.pt
-    multibn convert --names names.json --skip-unknown model.pt model.npz
+    multibn convert --names names.json model.pt model.npz
     """
     try:
         names = json.loads(args.names.read_text(encoding="utf-8")) if args.names else None
     except ValueError as error:
         raise ValueError(f"{args.names}: must be a JSON object of names: {error}") from error
-    options = {"prefix": args.prefix, "skip_unknown": args.skip_unknown}
-    converted = checkpoint.convert(args.src, args.dst, names=names, **options)
+    converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
     notes = [f"note: {note}" for note in converted.notes]
     print(*notes, f"wrote {args.dst}: {len(converted.state)} arrays", sep="\n")
     return 0

@@ -31,11 +31,11 @@ class Converted(NamedTuple):
     --------
     >>> import numpy as np
     >>> from multibn.checkpoint import chainer_to_torch
-    >>> converted = chainer_to_torch({"W": np.ones((2, 3)), "t": np.ones(())}, skip_unknown=True)
-    >>> list(converted.state)
-    ['weight']
-    >>> print(*converted.notes)
-    unknown, and left out: 't'.
+    >>> state, notes = chainer_to_torch({"avg_mean": np.zeros(3), "avg_var": np.ones(3)})
+    >>> list(state)
+    ['running_mean', 'running_var', 'num_batches_tracked']
+    >>> print(notes[0].partition(":")[0])
+    eps and momentum (Chainer's 1 - decay) are not in the file
     """
 
     state: dict[str, Any]
@@ -67,7 +67,6 @@ def convert(
     *,
     names: Names | None = None,
     prefix: str = "",
-    skip_unknown: bool = False,
 ) -> Converted:
     """Convert the model in one checkpoint file to another file, of this or the other framework.
 
@@ -84,8 +83,8 @@ def convert(
     prefix
         Convert only the keys below this one: `"updater/model:main"` of the snapshot of a Chainer
         trainer, `"model"` or `"state_dict"` of the dict that a training script saves with torch.
-    names, skip_unknown
-        As `chainer_to_torch`. The keys in `names` are without `prefix`.
+    names
+        As `chainer_to_torch`. The keys are without `prefix`.
 
     Returns
     -------
@@ -113,16 +112,14 @@ def convert(
     old, new = (WORDS[files.framework(path)] for path in (source, target))
     state = files.read(source, prefix)
     try:
-        converted = _translate(state, old, new, names, skip_unknown)
+        converted = _translate(state, old, new, names)
     except CheckpointError as error:
         raise CheckpointError(f"{source}: {error}") from error
     files.write(target, converted.state)
     return converted
 
 
-def chainer_to_torch(
-    arrays: Mapping[str, Array], /, *, names: Names | None = None, skip_unknown: bool = False
-) -> Converted:
+def chainer_to_torch(arrays: Mapping[str, Array], /, *, names: Names | None = None) -> Converted:
     """Translate the state of a Chainer model to torch's names.
 
     `predictor/bn/gamma` becomes `predictor.bn.weight`, and likewise beta and b bias, W weight,
@@ -137,8 +134,6 @@ def chainer_to_torch(
         Other names of layers or single arrays: prefixes, `{"predictor": ""}`, or whole keys,
         `{"bn/gamma": "norm.weight"}`, from the source's names to the target's; None leaves the
         arrays out. The longest match counts.
-    skip_unknown
-        Leave out arrays without a counterpart in the other framework, with a note; else raise.
 
     Returns
     -------
@@ -158,12 +153,10 @@ def chainer_to_torch(
     >>> list(chainer_to_torch({"bn/gamma": np.ones(8), "bn/beta": np.zeros(8)}).state)
     ['bn.weight', 'bn.bias']
     """
-    return _translate(arrays, CHAINER, TORCH, names, skip_unknown)
+    return _translate(arrays, CHAINER, TORCH, names)
 
 
-def torch_to_chainer(
-    state: Mapping[str, Any], /, *, names: Names | None = None, skip_unknown: bool = False
-) -> Converted:
+def torch_to_chainer(state: Mapping[str, Any], /, *, names: Names | None = None) -> Converted:
     """Translate the state of a torch model to Chainer's names; the inverse of `chainer_to_torch`.
 
     A one-dimensional weight with a bias, but without running statistics, becomes gamma of a
@@ -171,7 +164,7 @@ def torch_to_chainer(
     prefix that DistributedDataParallel adds, and `{"bn.split_bn": None, "bn.bn": "bn"}` makes a
     plain layer with the statistics of the whole population of the SubBatchNorm `bn`.
 
-    `names`, `skip_unknown`, the result and the errors are as those of `chainer_to_torch`, with
+    `names`, the result and the errors are as those of `chainer_to_torch`, with
     `state` by torch's names. bfloat16, which NumPy does not have, becomes float32.
 
     Examples
@@ -181,12 +174,14 @@ def torch_to_chainer(
     >>> list(torch_to_chainer({"bn.weight": np.ones(8), "bn.bias": np.zeros(8)}).state)
     ['bn/gamma', 'bn/beta']
     """
-    return _translate(state, TORCH, CHAINER, names, skip_unknown)
+    return _translate(state, TORCH, CHAINER, names)
 
 
 def _translate(
-    state: Mapping[str, Any], source: Words, target: Words, names: Names | None, skip_unknown: bool
+    state: Mapping[str, Any], source: Words, target: Words, names: Names | None
 ) -> Converted:
+    import numpy as np
+
     old, new = source.separator, target.separator
     names = names or {}
     if idle := [name for name in names if not any(_is_below(key, name, old) for key in state)]:
@@ -194,19 +189,21 @@ def _translate(
             f"every entry of `names` must match a key or a prefix: {some(idle)} match none. "
             "Correct or remove them."
         )
-    notes: list[str] = []
+    norms: list[str] = []
     if source is not target:
-        state = _with_new_counters(state, source, target, names, notes)
+        *_, mean, var, counter = source.norm
+        norms = [layer for layer, leaves in _layers(state, old).items() if mean in leaves]
+        state = {key: files.to_numpy(state, key) for key in state}
+        state |= {n + counter: np.asarray(0, np.int64) for n in norms if n + counter not in names}
     origins: dict[str, str] = {}
-    left_out, unknown, numbered = [], [], []
+    unknown, numbered = [], []
     for layer, leaves in _layers(state, old).items():
         known = _counterparts(leaves, source, target)
         for leaf in leaves:
             key = layer + leaf
             rule = max((name for name in names if _is_below(key, name, old)), key=len, default="")
-            name = names.get(rule, "")
-            if name is None:
-                left_out.append(key)
+            renamed = names.get(rule, "")
+            if renamed is None:
                 continue
             if rule != key:
                 rest = layer[len(rule) :].strip(old)
@@ -215,44 +212,29 @@ def _translate(
                     continue
                 if source is not target and any(map(str.isdigit, rest.split(old))):
                     numbered.append(key)
-                name = new.join(filter(None, (name, rest.replace(old, new), known[leaf])))
-            if not name or not name.isprintable() or name in origins:
+                renamed = new.join(filter(None, (renamed, rest.replace(old, new), known[leaf])))
+            if not renamed or not renamed.isprintable() or renamed in origins:
                 raise CheckpointError(
-                    f"every key must get a name of its own: {key!r:.99} becomes {name!r:.99}"
-                    f"{f', as {origins[name]!r:.99} does' if name in origins else ''}. Pass "
+                    f"every key must get a name of its own: {key!r:.99} becomes {renamed!r:.99}"
+                    f"{f', as {origins[renamed]!r:.99} does' if renamed in origins else ''}. Pass "
                     "another name in `names`."
                 )
-            origins[name] = key
-    if unknown and not skip_unknown:
+            origins[renamed] = key
+    if unknown:
         raise CheckpointError(
             f"every key must have a place in {target.framework}: {some(unknown)} "
             f"{'has' if len(unknown) == 1 else 'have'} none. Name them in `names` (None leaves one "
-            "out), select the model with `prefix`, or pass skip_unknown=True."
+            "out), or select the model with `prefix`."
         )
     if not origins:
         raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
+    notes = []
     if numbered:
         notes.append(
             f"the numbers in {some(numbered)} are carried as they are, which is right for a "
             "ChainList. A chainer.Sequential numbers its links in another order and does not count "
             "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
         )
-    for keys, why in ((left_out, "left out by `names`"), (unknown, "unknown, and left out")):
-        if keys:
-            notes.append(f"{why}: {some(keys)}.")
-    return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
-
-
-def _with_new_counters(
-    state: Mapping[str, Any], source: Words, target: Words, names: Names, notes: list[str]
-) -> dict[str, Array]:
-    """NumPy arrays, with 0 for each counter of batches; notes what a file does not say."""
-    import numpy as np
-
-    arrays = {key: files.to_numpy(state, key) for key in state}
-    *_, mean, var, counter = source.norm
-    layers = _layers(arrays, source.separator).items()
-    norms = [layer for layer, leaves in layers if mean in leaves]
     if norms:
         notes.append(
             "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
@@ -261,8 +243,7 @@ def _with_new_counters(
             "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none. "
             f"{target.norm[-1]} is 0, as {counter} counts other batches."
         )
-    counters = [layer + counter for layer in norms if layer + counter not in names]
-    return arrays | {key: np.asarray(0, np.int64) for key in counters}
+    return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
 
 
 def _counterparts(leaves: Mapping[str, Any], source: Words, target: Words) -> dict[str, str]:

@@ -168,9 +168,11 @@ def test_json_holds_every_row(tmp_path: Path) -> None:
 def test_ranks_that_fail_or_hang_are_errors() -> None:
     function = "multibn.parity.worker.measure"
     start = partial(_launch.run_workers, function, "single process", 1, cases=["float32"])
-    with pytest.raises(WorkerError, match=r"exit status 1, and 0 of 1 ranks") as raised:
+    with pytest.raises(WorkerError, match=r"1 rank\(s\): KeyError: 'no such surface'") as raised:
         start(timeout=60, surfaces=["no such surface"])
-    assert raised.value.reason == "KeyError: 'no such surface'"
+    assert "Traceback" in raised.value.output
+    with pytest.raises(WorkerError, match="exit status 1, results of 0 of 1 ranks"):
+        _launch.run_workers("sys.exit", "single process", 1, timeout=60)
     with pytest.raises(WorkerError, match=r"1 rank\(s\): no result within 0.02 s"):
         start(timeout=0.02, surfaces=["torch"])
 
