@@ -8,6 +8,7 @@ in a collective. Only functions import frameworks.
 import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +40,13 @@ class Error(NamedTuple):
 
 
 class Torch:
-    """A module of torch."""
+    """A module of torch, called by `call`."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.call: Callable[..., Any] = module
+    # Gradients of weight and bias as the framework gives them, and running statistics.
+    state = attrgetter("weight.grad", "bias.grad", "running_mean", "running_var")
+
+    def __init__(self, module: Any, call: Callable[..., Any] | None = None) -> None:
+        self.module, self.call = module, call or module
 
     def train(self, x: Array, dy: Array | None = None, **masks: Array) -> Arrays:
         """Forward and backward; without `dy`, down the sum of y**3 / 3.
@@ -68,17 +71,18 @@ class Torch:
 
 
 class Chainer:
-    """A link of Chainer."""
+    """A link of Chainer, called by `call`."""
 
-    def __init__(self, link: Any) -> None:
-        self.link = link
-        self.call: Callable[..., Any] = link
+    state = attrgetter("gamma.grad", "beta.grad", "avg_mean", "avg_var")
+
+    def __init__(self, link: Any, call: Callable[..., Any] | None = None) -> None:
+        self.module, self.call = link, call or link
 
     def train(self, x: Array, dy: Array | None = None, **masks: Array) -> Arrays:
         import chainer
 
         v = chainer.Variable(x)
-        self.link.cleargrads()
+        self.module.cleargrads()
         y = self.call(v, **masks)
         y.grad = y.array**2 if dy is None else dy
         y.backward()
@@ -88,72 +92,59 @@ class Chainer:
         import chainer
 
         with chainer.using_config("train", False), chainer.no_backprop_mode():
-            return np.asarray(self.link(x, **masks).array)
+            return np.asarray(self.module(x, **masks).array)
 
 
-class TorchLayer(Torch):
+def torch_layer(case: Case, communicator: Communicator) -> Torch:
     """multibn.torch_backend.SyncBatchNorm."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
 
-    def __init__(self, case: Case, communicator: Communicator) -> None:
-        import torch
-        from torch.utils.checkpoint import checkpoint
+    from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
 
-        from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
-
-        weight, bias = map(torch.from_numpy, case.parameters())
-        layer = SyncBatchNorm(
-            CHANNELS,
-            EPS,
-            None if case.cumulative else MOMENTUM,
-            process_group=communicator,
-            weighting=case.weighting,
-            running_var=case.running_var,
-            dtype=weight.dtype,
-        )
-        layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
-        super().__init__(layer)
-        if case.recompute:
-            options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
-            self.call = partial(checkpoint, layer, **options)
-
-    def state(self) -> tuple[Any, ...]:
-        """Gradients of weight and bias as the framework gives them, and running statistics."""
-        layer = self.module
-        return layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var
+    weight, bias = map(torch.from_numpy, case.parameters())
+    layer = SyncBatchNorm(
+        CHANNELS,
+        EPS,
+        None if case.cumulative else MOMENTUM,
+        process_group=communicator,
+        weighting=case.weighting,
+        running_var=case.running_var,
+        dtype=weight.dtype,
+    )
+    layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
+    options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+    return Torch(layer, partial(checkpoint, layer, **options) if case.recompute else None)
 
 
-class ChainerLayer(Chainer):
+def chainer_layer(case: Case, communicator: Communicator) -> Chainer:
     """multibn.chainer_backend.MultiNodeBatchNormalization."""
+    from multibn.chainer_backend import MultiNodeBatchNormalization
 
-    def __init__(self, case: Case, communicator: Communicator) -> None:
-        from multibn.chainer_backend import MultiNodeBatchNormalization
+    # isort: split
+    from chainer.functions import forget
 
-        weight, bias = case.parameters()
-        link: Any = MultiNodeBatchNormalization(
-            CHANNELS,
-            communicator,
-            1 - MOMENTUM,
-            EPS,
-            weight.dtype,
-            weighting=case.weighting,
-            avg_var=case.running_var,
-        )
-        link.gamma.array[...], link.beta.array[...] = weight, bias
-        link.avg_var[...] = 1
-        super().__init__(link)
-        if case.cumulative:
-            self.call = partial(link, finetune=True)
-        if case.recompute:
-            import chainer
+    weight, bias = case.parameters()
+    link: Any = MultiNodeBatchNormalization(
+        CHANNELS,
+        communicator,
+        1 - MOMENTUM,
+        EPS,
+        weight.dtype,
+        weighting=case.weighting,
+        avg_var=case.running_var,
+    )
+    link.gamma.array[...], link.beta.array[...] = weight, bias
+    link.avg_var[...] = 1
 
-            self.call = lambda v, **masks: chainer.functions.forget(partial(link, **masks), v)
+    def call(v: Any, **options: Any) -> Any:
+        one = partial(link, finetune=case.cumulative, **options)
+        return forget(one, v) if case.recompute else one(v)
 
-    def state(self) -> tuple[Any, ...]:
-        link = self.link
-        return link.gamma.grad, link.beta.grad, link.avg_mean, link.avg_var
+    return Chainer(link, call)
 
 
-SURFACES: dict[str, Any] = {"torch": TorchLayer, "chainer": ChainerLayer}
+SURFACES: dict[str, Any] = {"torch": torch_layer, "chainer": chainer_layer}
 
 
 def measure(
@@ -186,7 +177,7 @@ def train(surface: str, case: Case, communicator: Communicator) -> Arrays:
         xs, dys, masks = case.batches(size, step)
         arguments = {} if case.padding is None else {"mask": masks[rank]}
         trained = layer.train(xs[rank], dys[rank], **arguments)
-        *gradients, mean, var = (np.asarray(a).copy() for a in layer.state())
+        *gradients, mean, var = (np.asarray(a).copy() for a in layer.state(layer.module))
         # Optimizers average so. torch's gradients are each rank's sums; Chainer's are means.
         for name, gradient in zip(("dweight", "dbias"), gradients, strict=True):
             trained[name] = communicator.allreduce(gradient.astype(np.float64)) / size
