@@ -11,8 +11,7 @@ from functools import cache
 from importlib import import_module, metadata
 from typing import Any
 
-import multibn
-from multibn import kernels
+from multibn import __version__, kernels
 from multibn._environment import find_command, importable
 from multibn.communicators.transports import shared_memory
 
@@ -35,9 +34,9 @@ def collect() -> dict[str, dict[str, str | None]]:
 
     `kernels` and `messages` name what is in use, with the reason and the cure where it is slow.
     """
-    own = {"multibn": multibn.__version__, "python": platform.python_version()}
     libraries = ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py")
-    versions = {**own, **{name: _version(name) for name in libraries}}
+    versions: dict[str, str | None] = {"multibn": __version__, "python": platform.python_version()}
+    versions |= {name: _version(name) for name in libraries}
     return {"versions": versions, "kernels": _kernels(), "messages": _messages()}
 
 

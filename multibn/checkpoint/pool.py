@@ -18,8 +18,7 @@ def pool_states(
     """One state from those of one model's copies, trained apart: by client, by site, by domain.
 
     Running statistics become those of all data together: the mean of the means, and the mean of the
-    variances plus the variance of the means, weighted by count. For ranks of one job, see
-    `sync_running_stats(model, how="pool")`.
+    variances plus the variance of the means, weighted by count. Ranks have `sync_running_stats`.
 
     Parameters
     ----------
@@ -53,8 +52,7 @@ def pool_states(
     """
     if not states or len(counts) != len(states):
         raise ValueError(
-            f"`counts` must have one number for each of 1 or more states: got {len(counts)} for "
-            f"{len(states)}."
+            f"`counts` must have one number for each state: got {len(counts)} for {len(states)}."
         )
     for count in counts:
         check_number("counts", count, "(0, inf)")
@@ -82,7 +80,7 @@ def pool_states(
     for *_, mean, var, counter in (TORCH.norm, CHAINER.norm):
         for layer in [key.removesuffix(mean) for key in floating if key.endswith(mean)]:
             one, other = layer + mean, layer + var
-            if other in floating and floating[one].shape == floating[other].shape:
+            if other in floating:
                 pooled[one], pooled[other] = pool_running(wide(one), wide(other), average)
                 unequal.discard(layer + counter)
     if refused := unequal - pooled.keys():

@@ -192,34 +192,36 @@ def _translate(
     norms: list[str] = []
     if source is not target:
         *_, mean, var, counter = source.norm
-        norms = [layer for layer, leaves in _layers(state, old).items() if mean in leaves]
+        norms = [key.removesuffix(mean) for key in state if key.rpartition(old)[2] == mean]
         state = {key: files.to_numpy(state, key) for key in state}
         state |= {n + counter: np.asarray(0, np.int64) for n in norms if n + counter not in names}
     origins: dict[str, str] = {}
     unknown, numbered = [], []
-    for layer, leaves in _layers(state, old).items():
-        known = _counterparts(leaves, source, target)
-        for leaf in leaves:
-            key = layer + leaf
-            rule = max((name for name in names if _is_below(key, name, old)), key=len, default="")
-            renamed = names.get(rule, "")
-            if renamed is None:
-                continue
-            if rule != key:
-                rest = layer[len(rule) :].strip(old)
-                if leaf not in known or (new != old and new in rest):
+    for key in state:
+        leaf = key.rpartition(old)[2]
+        layer = key.removesuffix(leaf)
+        rule = max((name for name in names if _is_below(key, name, old)), key=len, default="")
+        name = names.get(rule, "")
+        if name is None:
+            continue
+        if rule != key:
+            rest = layer[len(rule) :].strip(old)
+            known = leaf
+            if source is not target:
+                known = _counterparts(state, layer, source, target).get(leaf, "")
+                if not known or new in rest:
                     unknown.append(key)
                     continue
-                if source is not target and any(map(str.isdigit, rest.split(old))):
+                if any(map(str.isdigit, rest.split(old))):
                     numbered.append(key)
-                renamed = new.join(filter(None, (renamed, rest.replace(old, new), known[leaf])))
-            if not renamed or not renamed.isprintable() or renamed in origins:
-                raise CheckpointError(
-                    f"every key must get a name of its own: {key!r:.99} becomes {renamed!r:.99}"
-                    f"{f', as {origins[renamed]!r:.99} does' if renamed in origins else ''}. Pass "
-                    "another name in `names`."
-                )
-            origins[renamed] = key
+            name = new.join(filter(None, (name, rest.replace(old, new), known)))
+        if not name or not name.isprintable() or name in origins:
+            raise CheckpointError(
+                f"every key must get a name of its own: {key!r:.99} becomes {name!r:.99}"
+                f"{f', as {origins[name]!r:.99} does' if name in origins else ''}. Pass another "
+                "name in `names`."
+            )
+        origins[name] = key
     if unknown:
         raise CheckpointError(
             f"every key must have a place in {target.framework}: {some(unknown)} "
@@ -246,28 +248,19 @@ def _translate(
     return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
 
 
-def _counterparts(leaves: Mapping[str, Any], source: Words, target: Words) -> dict[str, str]:
+def _counterparts(
+    state: Mapping[str, Any], layer: str, source: Words, target: Words
+) -> dict[str, str]:
     """The names that a layer's arrays have in `target`, by those in `source`, as far as known."""
-    if source is target:
-        return {leaf: leaf for leaf in leaves}
     plain = dict(zip(source.plain, target.plain, strict=True))
     norm = dict(zip(source.norm, target.norm, strict=True))
-    if source is CHAINER or source.norm[2] in leaves:
+    if source is CHAINER or layer + source.norm[2] in state:
         return plain | norm
-    weight, bias = (getattr(leaves.get(name), "shape", None) for name in source.plain)
+    weight, bias = (getattr(state.get(layer + name), "shape", None) for name in source.plain)
     if weight is None or (len(weight) > 1 and weight != bias):
         return plain
     # Another weight may be of PReLU, RMSNorm, LayerNorm over two axes...
     return norm if len(weight) == 1 and weight == bias else {"bias": "b"}
-
-
-def _layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]]:
-    """By layer, the separator at its end included, a map from the rest of its keys to the value."""
-    layers: dict[str, dict[str, Any]] = {}
-    for key, value in state.items():
-        leaf = key.rpartition(separator)[2]
-        layers.setdefault(key.removesuffix(leaf), {})[leaf] = value
-    return layers
 
 
 def _is_below(key: str, name: str, separator: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import multibn
+from multibn import __version__
 from multibn._environment import find_command, importable
 from multibn._launch import LAUNCHERS, WorkerError, run_workers
 from multibn.parity.cases import CASES, select
@@ -170,9 +170,8 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
         return {k: None if v == math.inf else v for k, v in error._asdict().items()}
 
     document = {
-        "multibn": multibn.__version__,
+        "multibn": __version__,
         "exit_status": exit_status(rows),
-        "summary": summary(rows),
         "rows": [vars(row) | {"errors": list(map(finite, row.errors))} for row in rows],
     }
     path.write_text(json.dumps(document, indent=1) + "\n")

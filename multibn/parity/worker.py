@@ -29,7 +29,7 @@ OF_MODELS = {
 
 
 class Error(NamedTuple):
-    """A rank's largest error of a quantity, over all steps; NaN counts as infinite."""
+    """The error of a quantity on a rank in a step; NaN counts as infinite."""
 
     ratio: float  # of the error to its bound
     error: float  # relative to the largest expected entry
@@ -216,16 +216,13 @@ def expected(case: Case, rank: int, size: int) -> Arrays:
 
 
 def compare(surface: str, case: Case, got: Arrays, rank: int, size: int) -> list[Error]:
-    """The errors of what `train` has given on this rank, by quantity."""
-    largest: dict[str, float] = {}
+    """The errors of what `train` has given on this rank."""
+    errors = []
     for key, array in expected(case, rank, size).items():
         quantity = key.rpartition("/")[2]
-        error = oracle.relative_error(got[key], array)
-        largest[quantity] = max(largest.get(quantity, 0.0), error)
-    return [
-        Error(error / case.bound(name), error, case.bound(name), name, case.name, surface)
-        for name, error in largest.items()
-    ]
+        error, bound = oracle.relative_error(got[key], array), case.bound(quantity)
+        errors.append(Error(error / bound, error, bound, quantity, case.name, surface))
+    return errors
 
 
 def models(communicator: Communicator, function: str) -> list[Error]:
@@ -248,15 +245,15 @@ def models(communicator: Communicator, function: str) -> list[Error]:
     )
     errors = []
     for name, bound in OF_MODELS[x.dtype.name].items():
-        whole = {framework: arrays[name] for framework, arrays in alone.items()}
-        part = {framework: arrays[name] for framework, arrays in shared.items()}
+        torchs, chainers = (arrays[name] for arrays in alone)
+        of_torch, of_chainer = (arrays[name] for arrays in shared)
         for case, got, right in (
-            ("torch and chainer alone", whole["torch"], whole["chainer"]),
-            ("torch and chainer on ranks", part["torch"], part["chainer"]),
-            ("torch alone and on ranks", part["torch"], whole["torch"][indices]),
-            ("chainer alone and on ranks", part["chainer"], whole["chainer"][indices]),
+            ("torch and chainer alone", torchs, chainers),
+            ("torch and chainer on ranks", of_torch, of_chainer),
+            ("torch alone and on ranks", of_torch, torchs[indices]),
+            ("chainer alone and on ranks", of_chainer, chainers[indices]),
         ):
-            error = oracle.relative_error(got, right, whole["chainer"])
+            error = oracle.relative_error(got, right, chainers)
             errors.append(Error(error / bound, error, bound, name, case, "models"))
     return errors
 
@@ -283,9 +280,7 @@ def _pair(path: str) -> tuple[Any, Any, Array]:
     return torch_model, chainer_model, x
 
 
-def _steps(torch_model: Any, chainer_model: Any, x: Array) -> dict[str, Arrays]:
-    """A step of training and an evaluation of both models."""
-    surfaces: dict[str, Any] = {"torch": Torch(torch_model), "chainer": Chainer(chainer_model)}
-    return {
-        name: surface.train(x) | {"eval": surface.evaluate(x)} for name, surface in surfaces.items()
-    }
+def _steps(torch_model: Any, chainer_model: Any, x: Array) -> list[Arrays]:
+    """A step of training and an evaluation of each model."""
+    surfaces: tuple[Any, ...] = Torch(torch_model), Chainer(chainer_model)
+    return [surface.train(x) | {"eval": surface.evaluate(x)} for surface in surfaces]
