@@ -44,7 +44,7 @@ def text(facts: dict[str, dict[str, Any]]) -> str:
     """The facts of `collect` as text for people."""
     lines: list[str] = []
     for title, entries in facts.items():
-        lines += [title, *(f"  {k:14}  {v or 'not found'}" for k, v in entries.items())]
+        lines += [title, *(f"  {k:9}  {v or 'not found'}" for k, v in entries.items())]
     return "\n".join(lines)
 
 
@@ -57,13 +57,12 @@ def _version(name: str) -> str | None:
 
 
 def _kernels() -> dict[str, str | None]:
-    """The kernels in use: for arrays in host memory, and for tensors and arrays on a GPU."""
-    arrays = ("host", "torch on a GPU", "CuPy")
+    """The kernels in use: for arrays in host memory, and for torch's and CuPy's on a GPU."""
     try:
         if kernels.turned_off():
-            return dict.fromkeys(arrays, "generic (slow): MULTIBN_KERNELS=generic is set")
+            return dict.fromkeys(("host", "GPU"), "generic (slow): MULTIBN_KERNELS is generic")
     except ValueError as error:
-        return dict.fromkeys(arrays, f"none: {error}")
+        return dict.fromkeys(("host", "GPU"), f"none: {error}")
     try:
         core = import_module("multibn.kernels.core._core")
         host = f"C core, {core.levels[-1]}"
@@ -73,11 +72,10 @@ def _kernels() -> dict[str, str | None]:
             "and Python's headers, then install multibn again"
         )
     triton = [int(number) for number in re.findall(r"\d+", _version("triton") or "")] >= [3, 4]
-    slow = "generic (slow): pip install {}'triton>=3.4'"
-    gpu = "Triton, when there is a GPU" if triton else slow.format("")
-    both = triton and importable("torch")
-    cupy = "Triton, launched by torch" if both else slow.format("torch ")
-    return dict(zip(arrays, (host, gpu, cupy), strict=True))
+    gpu = "Triton, launched by torch, when there is a GPU"
+    if not triton or not importable("torch"):
+        gpu = "generic (slow): pip install torch 'triton>=3.4'"
+    return {"host": host, "GPU": gpu}
 
 
 def _messages() -> dict[str, str | None]:

@@ -163,12 +163,12 @@ def _check_archive(path: Path) -> None:
         count = int.from_bytes(file.read(2), "little")
         if count not in (len(members), 0xFFFF):  # 0xFFFF: the number has its own record
             raise zipfile.BadZipFile(f"{len(members)} of {count} members are found")
-        # zipfile unpacks the other methods in pieces of any size.
-        if not {m.compress_type for m in members} <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-            raise zipfile.BadZipFile("members must be stored or deflated, as NumPy and torch write")
-        # Of a folder, which a flag makes of any member, torch gives memory that nobody has written.
-        if folders := [m.filename for m in members if m.is_dir() or m.external_attr & 0x10]:
-            raise zipfile.BadZipFile(f"members must be files: {folders[0]!r} is a folder")
+        for member in members:
+            # zipfile unpacks other methods in pieces of any size. Of a folder, which a flag makes
+            # of any member, torch gives memory that nobody has written.
+            is_folder = member.is_dir() or member.external_attr & 0x10
+            if is_folder or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise zipfile.BadZipFile(f"{member.filename!r} is no file, stored or deflated")
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"the checksum of {damaged!r} does not fit")
 

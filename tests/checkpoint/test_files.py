@@ -147,7 +147,7 @@ def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     entry = max(i for i in range(len(data)) if data[i:].startswith(b"PK\x01\x02"))
     data[entry + 38] |= 0x10  # attributes of MS-DOS
     path.write_bytes(data)
-    refused(path, r"BadZipFile\(.members must be files: '.*' is a folder")
+    refused(path, r"BadZipFile\(.*' is no file, stored or deflated")
 
 
 def test_archives_that_would_fill_the_memory_are_refused(
@@ -188,7 +188,7 @@ def test_other_compressions_are_refused(tmp_path: Path) -> None:
     ):
         for name in sound.namelist():
             archive.writestr(name, sound.read(name))
-    refused(tmp_path / "a.npz", "BadZipFile.'members must be stored or deflated, as NumPy and tor")
+    refused(tmp_path / "a.npz", r"BadZipFile\(.*' is no file, stored or deflated")
 
 
 def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> None:
