@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
                 rows += launch(over, size, ["models"], model=args.model)
             elif size == 1 or LAUNCHERS[over]:
                 rows += launch(over, size, SURFACES, cases=names)
-    print(summary(rows))
+    verdicts = Counter(row.verdict for row in rows)
+    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     if args.json:
         write_json(rows, args.json)
     return exit_status(rows)
@@ -151,16 +153,6 @@ def exit_status(rows: Sequence[Row]) -> int:
     """0 for success, 1 if a bound is broken, 2 if ranks failed or nothing was run."""
     verdicts = {row.verdict for row in rows}
     return 1 if "BROKEN" in verdicts else 2 if "failed" in verdicts or "ok" not in verdicts else 0
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """A sentence about all rows."""
-    verdicts = [row.verdict for row in rows]
-    ok, failed, not_run = map(verdicts.count, ("ok", "failed", "not run"))
-    return (
-        f"{ok} of {len(rows) - failed - not_run} combinations are within bounds; {failed} failed; "
-        f"{not_run} could not be run here."
-    )
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:

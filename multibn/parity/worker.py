@@ -21,6 +21,8 @@ from multibn.parity.oracle import Array
 # One rank's arrays by "step/quantity"; gradients of weight and bias are means over the ranks.
 Arrays = dict[str, Array]
 
+QUANTITIES = ("y", "dx", "dweight", "dbias", "running_mean", "running_var")  # of a step
+
 # Bounds of models, wider than those of single layers: rounding errors grow with depth.
 OF_MODELS = {
     "float32": {"y": 1e-4, "dx": 1e-3, "eval": 1e-4},
@@ -48,8 +50,8 @@ class Torch:
     def __init__(self, module: Any, call: Callable[..., Any] | None = None) -> None:
         self.module, self.call = module, call or module
 
-    def train(self, x: Array, dy: Array | None = None, **masks: Array) -> Arrays:
-        """Forward and backward; without `dy`, down the sum of y**3 / 3.
+    def train(self, x: Array, dy: Array | None = None, **masks: Array) -> tuple[Array, Array]:
+        """The output and the gradient of `x`; without `dy`, down the sum of y**3 / 3.
 
         Of the sum of y, or of y**2, batch normalization gives dx = 0.
         """
@@ -59,7 +61,7 @@ class Torch:
         self.module.train().zero_grad()
         y = self.call(t, **{name: torch.from_numpy(a) for name, a in masks.items()})
         y.backward(y.detach() ** 2 if dy is None else torch.from_numpy(dy))
-        return {"y": np.asarray(y.detach()), "dx": np.asarray(t.grad)}
+        return np.asarray(y.detach()), np.asarray(t.grad)
 
     def evaluate(self, x: Array, **masks: Array) -> Array:
         """The output in evaluation."""
@@ -78,7 +80,7 @@ class Chainer:
     def __init__(self, link: Any, call: Callable[..., Any] | None = None) -> None:
         self.module, self.call = link, call or link
 
-    def train(self, x: Array, dy: Array | None = None, **masks: Array) -> Arrays:
+    def train(self, x: Array, dy: Array | None = None, **masks: Array) -> tuple[Array, Array]:
         import chainer
 
         v = chainer.Variable(x)
@@ -86,7 +88,7 @@ class Chainer:
         y = self.call(v, **masks)
         y.grad = y.array**2 if dy is None else dy
         y.backward()
-        return {"y": y.array, "dx": v.grad}
+        return y.array, v.grad
 
     def evaluate(self, x: Array, **masks: Array) -> Array:
         import chainer
@@ -176,13 +178,11 @@ def train(surface: str, case: Case, communicator: Communicator) -> Arrays:
     for step in range(case.steps):
         xs, dys, masks = case.batches(size, step)
         arguments = {} if case.padding is None else {"mask": masks[rank]}
-        trained = layer.train(xs[rank], dys[rank], **arguments)
-        *gradients, mean, var = (np.asarray(a).copy() for a in layer.state(layer.module))
+        y_and_dx = layer.train(xs[rank], dys[rank], **arguments)
+        dweight, dbias, *running = (np.asarray(a).copy() for a in layer.state(layer.module))
         # Optimizers average so. torch's gradients are each rank's sums; Chainer's are means.
-        for name, gradient in zip(("dweight", "dbias"), gradients, strict=True):
-            trained[name] = communicator.allreduce(gradient.astype(np.float64)) / size
-        trained |= {"running_mean": mean, "running_var": var}
-        arrays |= {f"{step}/{name}": a for name, a in trained.items()}
+        means = [communicator.allreduce(a.astype(np.float64)) / size for a in (dweight, dbias)]
+        arrays |= _named(step, *y_and_dx, *means, *running)
     arrays[f"{step}/eval"] = layer.evaluate(xs[rank], **arguments)
     return arrays
 
@@ -201,18 +201,16 @@ def expected(case: Case, rank: int, size: int) -> Arrays:
         factor = 1.0 if case.running_var == "biased" else count / max(count - 1, 1)
         momentum = 1 / (step + 1) if case.cumulative else MOMENTUM
         running = oracle.running(running, whole.mean, whole.var, factor, momentum)
-        arrays |= {
-            f"{step}/y": whole.y[rank],
-            f"{step}/dx": whole.dx[rank],
-            f"{step}/dweight": whole.dweight / size,
-            f"{step}/dbias": whole.dbias / size,
-            f"{step}/running_mean": running[0],
-            f"{step}/running_var": running[1],
-        }
+        gradients = whole.dx[rank], whole.dweight / size, whole.dbias / size
+        arrays |= _named(step, whole.y[rank], *gradients, *running)
     arrays[f"{step}/eval"] = oracle.normalize(
         xs[rank], *running, *case.parameters(), eps=EPS, mask=masks[rank]
     )
     return arrays
+
+
+def _named(step: int, *arrays: Array) -> Arrays:
+    return {f"{step}/{name}": a for name, a in zip(QUANTITIES, arrays, strict=True)}
 
 
 def compare(surface: str, case: Case, got: Arrays, rank: int, size: int) -> list[Error]:
@@ -283,4 +281,7 @@ def _pair(path: str) -> tuple[Any, Any, Array]:
 def _steps(torch_model: Any, chainer_model: Any, x: Array) -> list[Arrays]:
     """A step of training and an evaluation of each model."""
     surfaces: tuple[Any, ...] = Torch(torch_model), Chainer(chainer_model)
-    return [surface.train(x) | {"eval": surface.evaluate(x)} for surface in surfaces]
+    return [
+        dict(zip(("y", "dx", "eval"), (*surface.train(x), surface.evaluate(x)), strict=True))
+        for surface in surfaces
+    ]

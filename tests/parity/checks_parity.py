@@ -20,6 +20,6 @@ def check_ordinary_batch_norm_on_the_parts_differs(world: Communicator) -> None:
     want = expected(case, world.rank, world.size)
     for framework in parity.frameworks():
         layer = SURFACES[framework](case, SingleProcess())
-        got = layer.train(xs[world.rank], dys[world.rank])
-        assert oracle.relative_error(got["y"], want["0/y"]) > 1e-2
-        assert oracle.relative_error(got["dx"], want["0/dx"]) > 1e-2
+        y, dx = layer.train(xs[world.rank], dys[world.rank])
+        assert oracle.relative_error(y, want["0/y"]) > 1e-2
+        assert oracle.relative_error(dx, want["0/dx"]) > 1e-2
