@@ -36,7 +36,7 @@ class Row:
     communicator: str
     size: int
     surface: str
-    verdict: str = ""  # "ok", "BROKEN", "not run" or "failed"
+    verdict: str = "not run"  # or "ok", "BROKEN", "failed"
     reason: str = ""  # why there are no errors
     errors: list[Error] = field(default_factory=list)  # of every rank
 
@@ -116,26 +116,22 @@ def run(args: argparse.Namespace) -> int:
 def launch(over: str, size: int, surfaces: Iterable[str], **options: Any) -> list[Row]:
     """The rows of one launch, printed: `worker.measure` of the surfaces that can run here."""
     rows = [Row(over, size, surface, reason=missing(surface, over)) for surface in surfaces]
-    able = [row.surface for row in rows if not row.reason]
+    able = [row for row in rows if not row.reason]
     ranks: list[Any] = []
-    failure = ""
     try:
         if able:
-            ranks = run_workers(
-                "multibn.parity.worker.measure", over, size,
-                timeout=TIMEOUT, surfaces=able, **options,
-            )  # fmt: skip
+            options["surfaces"] = [row.surface for row in able]
+            function = "multibn.parity.worker.measure"
+            ranks = run_workers(function, over, size, timeout=TIMEOUT, **options)
     except WorkerError as error:
         print(f"{error.output}\n{error}", file=sys.stderr, flush=True)
-        failure = error.reason
+        for row in able:
+            row.verdict, row.reason = "failed", error.reason
     for row in rows:
         every = (Error(*error) for rank in ranks for error in rank)
         row.errors = [error for error in every if error.surface == row.surface]
         if row.errors:
             row.verdict = "BROKEN" if max(row.errors).ratio > 1 else "ok"
-        else:
-            row.verdict = "not run" if row.reason else "failed"
-            row.reason = row.reason or failure
         print(row, flush=True)
     return rows
 

@@ -65,7 +65,13 @@ def rows_of(monkeypatch: Any, errors: Sequence[Error], absent: str = "") -> list
     """Of a launch on one rank that has found `errors`."""
     monkeypatch.setattr(command, "importable", lambda name: name != absent)
     monkeypatch.setattr(command, "find_command", lambda name: None)
-    monkeypatch.setattr(command, "run_workers", lambda *_, **options: [errors])
+
+    def run_workers(*_: Any, **options: Any) -> Any:
+        if not errors:
+            raise WorkerError("name", "ValueError: no", "")
+        return [errors]
+
+    monkeypatch.setattr(command, "run_workers", run_workers)
     return command.launch("gloo", 2, ["torch", "chainer"])
 
 
@@ -75,9 +81,9 @@ def test_the_outcome_is_the_worst_that_a_row_has(monkeypatch: Any) -> None:
     assert [row.verdict for row in missing] == ["ok", "not run"]
     assert command.exit_status(missing) == 0
     assert command.exit_status(missing[1:]) == 2
-    failed = rows_of(monkeypatch, [torch])
-    assert [row.verdict for row in failed] == ["ok", "failed"]
-    assert command.exit_status(failed) == 2
+    failed = rows_of(monkeypatch, [])
+    assert [str(row)[28:] for row in failed] == ["failed: ValueError: no"] * 2
+    assert command.exit_status(missing + failed) == 2
     broken = rows_of(monkeypatch, [torch, chainer._replace(ratio=1.1)])
     assert [row.verdict for row in broken] == ["ok", "BROKEN"]
     assert command.exit_status(failed + broken) == 1
