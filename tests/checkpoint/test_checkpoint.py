@@ -279,8 +279,3 @@ def test_unknown_keys_are_refused_or_left_out() -> None:
         chainer_to_torch({"W": np.zeros((1, 1)), "/W": np.zeros((1, 1))})
     with pytest.raises(CheckpointError, match=r"'a/b\.weight' has none"):
         torch_to_chainer({"a/b.weight": torch.zeros(1, 1)})
-
-
-def test_dtypes_that_numpy_does_not_have_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="'weight' must be dense and of a dtype of NumPy: "):
-        torch_to_chainer({"weight": torch.zeros(2, 2).to(torch.float8_e5m2)})

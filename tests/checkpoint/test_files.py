@@ -106,18 +106,20 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 @pytest.mark.parametrize(
-    "value",
-    [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")],
-    ids=["sparse", "meta"],
+    "value, message",
+    [
+        (torch.eye(2).to_sparse(), r"dense and of a dtype of NumPy: .* Save it"),
+        (torch.zeros(2, device="meta"), r"dense and of a dtype of NumPy: .* Save it"),
+        (torch.zeros(2, 2).to(torch.float8_e5m2), r"dense and of a dtype of NumPy: .* Save it"),
+        (torch.zeros(2, dtype=torch.complex64), "an array or a tensor of real numbers: got comp"),
+    ],
+    ids=["sparse", "meta", "float8", "complex"],
 )
-def test_tensors_that_are_not_dense_are_refused(value: Any, tmp_path: Path) -> None:
+def test_tensors_that_numpy_does_not_have_are_refused(
+    value: Any, message: str, tmp_path: Path
+) -> None:
     torch.save({"fc.weight": value}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", r"'fc\.weight' must be dense and of a dtype of NumPy: .* Save it")
-
-
-def test_complex_numbers_are_refused(tmp_path: Path) -> None:
-    torch.save({"fc.weight": torch.zeros(2, 2, dtype=torch.complex64)}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", "'fc.weight' must be an array or a tensor of real numbers: got comp")
+    refused(tmp_path / "a.pt", f"'fc.weight' must be {message}")
 
 
 def test_a_wrong_checksum_is_refused_by_name(tmp_path: Path) -> None:
