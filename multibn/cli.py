@@ -51,9 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    option: Callable[..., Any] = add("info", info.run).add_argument
-    option("--json", action="store_true", help="print JSON instead of text")
-    option = add("convert", _convert).add_argument
+    add("info", info.run)
+    option: Callable[..., Any] = add("convert", _convert).add_argument
     option("src", type=Path, metavar="SRC", help="file to read")
     option("dst", type=Path, metavar="DST", help="file to write")
     option("--names", type=Path, metavar="FILE.json", help="JSON object: new names by old ones")
@@ -80,10 +79,7 @@ def _convert(args: argparse.Namespace) -> int:
     multibn convert --prefix updater/model:main snapshot.npz model.pt
     multibn convert --names names.json model.pt model.npz
     """
-    try:
-        names = json.loads(args.names.read_text(encoding="utf-8")) if args.names else None
-    except ValueError as error:
-        raise ValueError(f"{args.names}: must be a JSON object of names: {error}") from error
+    names = json.loads(args.names.read_text(encoding="utf-8")) if args.names else None
     converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
     notes = [f"note: {note}" for note in converted.notes]
     print(*notes, f"wrote {args.dst}: {len(converted.state)} arrays", sep="\n")
