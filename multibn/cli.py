@@ -3,8 +3,10 @@
 import argparse
 import inspect
 import json
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,11 +81,37 @@ def _convert(args: argparse.Namespace) -> int:
     multibn convert --prefix updater/model:main snapshot.npz model.pt
     multibn convert --names names.json model.pt model.npz
     """
-    names = json.loads(args.names.read_text(encoding="utf-8")) if args.names else None
+    names = _names(args.names) if args.names else None
+    verb = _verb(args.dst)
     converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
-    notes = [f"note: {note}" for note in converted.notes]
-    print(*notes, f"wrote {args.dst}: {len(converted.state)} arrays", sep="\n")
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns,
+        subsequent_indent="  ",
+        break_long_words=False,  # nor paths
+        break_on_hyphens=False,
+    )
+    for note in converted.notes:
+        print(wrapper.fill(f"note: {note}"))
+    print(f"{verb} {args.dst}: {len(converted.state)} arrays")
     return 0
+
+
+def _names(path: Path) -> dict[str, str | None]:
+    """The new names of layers or arrays by the old ones, from a JSON file."""
+    try:
+        names: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
+        if not all(value is None or isinstance(value, str) for value in names.values()):
+            raise TypeError("a value is neither a string nor null")
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f'{path}: must be a JSON object of names, such as {{"predictor/bn": "norm"}}: {error}. '
+            "Write one, or leave it out."
+        ) from error
+    return names
+
+
+def _verb(path: Path) -> str:
+    return "replaced" if path.exists() else "wrote"
 
 
 def _pool(args: argparse.Namespace) -> int:
@@ -97,6 +125,7 @@ def _pool(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.dst}: must be of the framework of all SRC. Convert it afterwards.")
     states = [files.read(path, args.prefix) for path in args.src]
     pool = checkpoint.pool_states(states, args.counts, average_parameters=args.average_parameters)
+    verb = _verb(args.dst)
     files.write(args.dst, pool)
-    print(f"wrote {args.dst}: {len(pool)} arrays")
+    print(f"{verb} {args.dst}: {len(pool)} arrays")
     return 0

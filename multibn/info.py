@@ -8,6 +8,7 @@ import json
 import platform
 import re
 from importlib import import_module, metadata
+from typing import Any
 
 from multibn import __version__, kernels
 from multibn._environment import find_command, importable
@@ -26,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def collect() -> dict[str, dict[str, str | None]]:
-    """The facts by section; None stands for a library that is missing.
+def collect() -> dict[str, Any]:
+    """A sentence, and the facts by section; None stands for a library that is missing.
 
     `kernels` and `messages` name what is in use, with the reason and the cure where it is slow.
     """
@@ -36,11 +37,26 @@ def collect() -> dict[str, dict[str, str | None]]:
     for name in ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py"):
         found = distributions.get(name) if importable(name) else None
         versions[name] = metadata.version(found[0]) if found else None
-    found_kernels = _kernels(versions["triton"])
-    return {"versions": versions, "kernels": found_kernels, "messages": _messages()}
+    facts = {"kernels": _kernels(versions["triton"]), "messages": _messages()}
+    return {"works here": _what_works(versions, **facts), "versions": versions, **facts}
 
 
-def _kernels(triton: str | None) -> dict[str, str | None]:
+def _what_works(
+    versions: dict[str, str | None], kernels: dict[str, str], messages: dict[str, str]
+) -> str:
+    """One sentence about the frameworks, and the launchers under which each can run."""
+    launchers = {name for name, way in messages.items() if not way.startswith("nothing")}
+    works = [
+        " and ".join([f"{framework} in one process", *(f"under {name}" for name in sorted(able))])
+        for framework, able in (("torch", launchers), ("chainer", launchers & {"mpiexec"}))
+        if versions[framework]
+    ]
+    slow = "slow" in f"{kernels['host']} {messages}"
+    here = "; ".join(works) or "nothing: pip install '.[torch]' in multibn's checkout"
+    return here + ", slower than need be: see below" * slow
+
+
+def _kernels(triton: str | None) -> dict[str, str]:
     """The kernels in use: for arrays in host memory, and for torch's and CuPy's on a GPU."""
     try:
         if kernels.turned_off():
@@ -62,7 +78,7 @@ def _kernels(triton: str | None) -> dict[str, str | None]:
     return {"host": host, "GPU": gpu}
 
 
-def _messages() -> dict[str, str | None]:
+def _messages() -> dict[str, str]:
     """What carries messages under each launcher."""
     torchrun = "shared memory inside a machine, torch.distributed between machines"
     try:

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -99,17 +100,26 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.touch()
     print("over, ranks         surface error quantity, case: the worst for its bound", flush=True)
+    surfaces, options = (
+        (["models"], {"model": args.model}) if args.model else (SURFACES, {"cases": names})
+    )
+    launches = [
+        (over, size)
+        for over in (("gloo",) if args.model else LAUNCHERS)
+        for size in sizes
+        if size == 1 or LAUNCHERS[over]
+    ]
     rows: list[Row] = []
-    for over in ("gloo",) if args.model else LAUNCHERS:
-        for size in sizes:
-            if args.model:
-                rows += launch(over, size, ["models"], model=args.model)
-            elif size == 1 or LAUNCHERS[over]:
-                rows += launch(over, size, SURFACES, cases=names)
+    start = time.monotonic()
+    for number, (over, size) in enumerate(launches, 1):
+        after = f"after {time.monotonic() - start:.0f} s"
+        print(f"launch {number} of {len(launches)}, {after}", file=sys.stderr, flush=True)
+        rows += launch(over, size, surfaces, **options)
     verdicts = Counter(row.verdict for row in rows)
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     if args.json:
         write_json(rows, args.json)
+        print(f"wrote {args.json}", file=sys.stderr)
     return exit_status(rows)
 
 

@@ -44,6 +44,8 @@ def _said(monkeypatch: Any, *present: str) -> str:
     "present, message",
     [
         ([], '"torch": null'),
+        ([], '"works here": "nothing: pip install'),
+        (["torch"], '"works here": "torch in one process and under torchrun'),
         (["torch"], '"GPU": "generic (slow): pip install torch \'triton>=3.4\''),
         (["triton"], '"GPU": "generic (slow): pip install torch \'triton>=3.4\''),
         (["torch", "triton"], '"GPU": "Triton, launched by torch, when there is a GPU"'),
@@ -144,14 +146,21 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
     np.savez(source, **arrays)  # type: ignore[arg-type]
     names.write_text('{"l": "m", "k/b": null}')
     convert = ["convert", str(source), str(target), "--names", str(names)]
-    assert cli.main(convert) == 0
-    assert capsys.readouterr().out == (
-        "note: the numbers in 'l/0/W', 'l/0/b' are carried as they are, which is right for a "
-        "ChainList. A chainer.Sequential numbers its links in another order and does not count "
-        "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says.\n"
-        f"wrote {target}: 2 arrays\n"
-    )
+    for verb in ("wrote", "replaced"):
+        assert cli.main(convert) == 0
+        note, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+        assert " ".join(note.split()) == (
+            "note: the numbers in 'l/0/W', 'l/0/b' are carried as they are, which is right for a "
+            "ChainList. A chainer.Sequential numbers its links in another order and does not count "
+            "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
+        )
+        assert max(map(len, note.splitlines())) <= 80
+        assert last == f"{verb} {target}: 2 arrays"
     assert set(torch.load(target, weights_only=True)) == {"m.0.weight", "m.0.bias"}
-    names.write_text("{")
-    assert cli.main(convert) == 2
-    assert capsys.readouterr().err.startswith("multibn convert: Expecting property name")
+    for text in ("[1]", '{"a": 1}', "{", "[" * 100000):
+        names.write_text(text)
+        assert cli.main(convert) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(
+            f"multibn convert: {names}: must be a JSON object of names, such as "
+        )
