@@ -16,6 +16,7 @@ from typing import Any
 from faults.outcome import Outcome, Rank
 from faults.scenarios import DEADLINE, Scenario
 from faults.setups import Setup
+from multibn._environment import process_state
 from multibn._launch import launch_command, run, started
 
 _START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
@@ -68,7 +69,7 @@ class Job:
             with _started(command, directory / "output", variables) as process:
                 reached = self._wait(process, directory, left)
                 status = process.poll()
-                states = [_state(pid) for pid in _pids(directory)]
+                states = [process_state(pid) for pid in _pids(directory)]
             text = (directory / "output").read_text(errors="replace")
             if len(states) < self.size:
                 raise RuntimeError(f"{self}: the ranks did not start.\n{text[-4000:]}")
@@ -98,7 +99,7 @@ class Job:
         while time.monotonic() < limit:
             chosen = left[behind]
             gone = process.poll() is not None
-            states = {pid: _state(pid) for pid in _pids(directory)}
+            states = {pid: process_state(pid) for pid in _pids(directory)}
             living = [pid for pid, state in states.items() if state]
             if gone and not living:
                 break
@@ -183,15 +184,6 @@ def _pids(directory: Path) -> list[int]:
         for path in sorted(directory.glob("*.jsonl"))
         if "\n" in path.read_text()
     ]
-
-
-def _state(pid: int) -> str:
-    """The letter that Linux has for the state of a process; "" if it has ended."""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-    return "" if letter in "ZX" else letter
 
 
 def _events(directory: Path, rank: int, name: str) -> dict[str, Any]:
