@@ -45,12 +45,12 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
 
 
 def forward(
-    i: Input, communicator: Communicator, weighting: Weighting
+    i: Input, communicator: Communicator, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """As `step.forward`, differentiably through the statistics, which have no gradient."""
     needed = i.x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
-    call = i, communicator, weighting, needed
-    result: tuple[Tensor, BatchStatistics] = _apply(call, i.x, i.weight, i.bias, i.residual)
+    call = i, communicator, weighting, needed, step
+    result: tuple[Tensor, BatchStatistics] = apply(call, i.x, i.weight, i.bias, i.residual)
     return result
 
 
@@ -65,20 +65,24 @@ _in_order = itemgetter(
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """The autograd node, of an input and its statistics. Each half is collective."""
+    """The autograd node, of an input and its statistics. Each half is collective.
+
+    The passes of a call are those of `step`, or, in compiled code, `compiled`'s, whose output may
+    differ from that of the kernels in the last digit, and so in the signs before a ReLU.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[Input, Communicator, Weighting, bool], *_: Tensor | None
+        ctx: Any, call: tuple[Input, Communicator, Weighting, bool, Any], *_: Tensor | None
     ) -> tuple[Tensor, BatchStatistics]:
-        # torch looks at each argument of this function, so that four are in one.
-        i, communicator, weighting, needed = call
-        i = dense(i)
+        # torch looks at each argument of this function, so that five are in one.
+        i, communicator, weighting, needed, passes = call
+        i = dense(i) if passes is step else i
         with without_autocast(i.x):
-            y, batch = step.forward(i, communicator, weighting=weighting, needs_gradient=needed)
+            y, batch = passes.forward(i, communicator, weighting=weighting, needs_gradient=needed)
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-        ctx.call = communicator, weighting, batch, _kept(i)
-        output = y if i.relu and i.residual is not None else None
+        ctx.call = communicator, weighting, batch, _kept(i), passes
+        output = y if i.relu and (i.residual is not None or passes is not step) else None
         ctx.save_for_backward(i.x, i.weight, i.bias, i.mask, output)
         return y, batch
 
@@ -86,15 +90,15 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
-        communicator, weighting, batch, kept = ctx.call
+        communicator, weighting, batch, kept, passes = ctx.call
         i = Input(*_in_order((*kept, x, weight, bias, mask, None, None)))
         g = Gradient(grad_outputs[0], i, batch, y, needed[0])
         with without_autocast(x):
             if _needs_graph(g.dy):
                 return None, *_differentiable_backward(g, needed, communicator, weighting)
-            if torch.is_anomaly_enabled():
+            if torch.is_anomaly_enabled() and passes is step:
                 find_nan(g, communicator)
-            dx, dresidual, dweight, dbias = step.backward(g, communicator)
+            dx, dresidual, dweight, dbias = passes.backward(g, communicator)
             if dresidual is None and needed[3]:
                 dresidual = generic.residual_gradient(g)
         return None, dx, dweight, dbias, dresidual
@@ -112,7 +116,7 @@ def dense(i: Input) -> Input:
 
 
 # Function.apply without the questions that are for torch.func, which `functional` has asked.
-_apply = super(torch.autograd.Function, _SyncBatchNorm).apply
+apply = super(torch.autograd.Function, _SyncBatchNorm).apply
 
 
 def find_nan(g: Gradient, communicator: Communicator) -> None:
@@ -158,7 +162,7 @@ def _differentiable_backward(
 
 
 def differentiable_forward(
-    i: Input, communicator: Communicator, weighting: Weighting
+    i: Input, communicator: Communicator, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """The input normalized, and the statistics of its batch, without a gradient. Collective."""
     if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds

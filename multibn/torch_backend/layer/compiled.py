@@ -8,6 +8,7 @@ An operator takes only tensors, numbers and strings, so a communicator is passed
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -54,37 +54,28 @@ def forward(
 ) -> tuple[Tensor, BatchStatistics]:
     """As `functional.forward`, in compiled code and without data, too.
 
-    Under torch.func, in forward mode and with DTensors the pass runs without compilation. Compiled
-    code cannot tell whether it runs in a recomputation. There, a batch has a count of 0, by which
-    running statistics do not move.
-
-    Raises
-    ------
-    RuntimeError
-        In torch.export: the program would hold the communicator of this process.
+    Compiled code cannot tell whether it runs in a recomputation. There, a batch has a count of 0,
+    by which running statistics do not move.
     """
     compiling = torch.compiler.is_compiling()
     # Not is_exporting(): the compiler of torch 2.11 takes that for true in torch.compile as well.
-    if compiling and getattr(torch.compiler, "_is_exporting_flag", False):
+    if compiling and torch.compiler._is_exporting_flag:
         raise RuntimeError(
             "torch.export cannot export layers that share statistics in training: the program "
             "would need the processes of this run. Call model.eval() first, or export a copy of "
             "the model after revert_sync_batchnorm."
         )
-    run: Callable[..., tuple[Tensor, BatchStatistics]] = functional.forward
-    if compiling and dtensors.among(i[:3]):  # no operator takes these and plain tensors
-        torch._dynamo.graph_break(
-            msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
-            "Call torch.compile without fullgraph=True."
-        )
-        return torch.compiler.disable(run)(i, num_channels, communicator, weighting=weighting)
+    run = functional.forward
+    has_dtensors = compiling and dtensors.among(i[:3])
+    if has_dtensors:  # no operator takes these and plain tensors
+        reason = "a layer runs its forward pass with a DTensor as it is, without fullgraph=True"
+        run = torch.compiler.disable(run, reason=reason)
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
-    if autograd.is_transformed() if compiling else not _has_no_data(i.x):
+    if has_dtensors or (autograd.is_transformed() if compiling else not _has_no_data(i.x)):
         return run(i, num_channels, communicator, weighting=weighting)
     if not compiling:
         functional.check_input(i.x, num_channels)
-    sharing = num_channels, id(communicator), weighting
-    y, *numbers = torch.ops.multibn.forward(*_spread(i), *sharing, i.relu)
+    y, *numbers = torch.ops.multibn.forward(*_spread(i), num_channels, id(communicator), weighting)
     batch = BatchStatistics(*numbers)
     count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()
     if isinstance(i.running, Pool):
@@ -129,38 +120,39 @@ def operator(
     return define
 
 
+# An `Input`, whose running statistics no operator moves beside the batch.
 _INPUT = (
-    "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, float eps, int[] axis"
+    "Tensor x, Tensor? weight, Tensor? bias, float eps, int[] axis, Tensor? residual, bool relu, "
+    "Tensor? mask"
 )
 _SHARING = "SymInt num_channels, int communicator, str weighting"
 
 
 def _spread(i: Input) -> tuple[Any, ...]:
     """The arguments `_INPUT` of an operator."""
-    return i.x, i.weight, i.bias, i.residual, i.mask, i.eps, i.axis
+    return *i[:7], i.mask
 
 
-def _input(
-    x: Tensor, weight: Any, bias: Any, residual: Any, mask: Any, eps: float, axis: Any, *others: Any
-) -> tuple[Any, ...]:
+def _gather(*arguments: Any) -> tuple[Any, ...]:
     """The input that `_spread` has spread, and all other arguments."""
-    return Input(x, weight, bias, eps, tuple(axis), residual, mask=mask), *others
+    x, weight, bias, eps, axis, residual, relu, mask, *others = arguments
+    return Input(x, weight, bias, eps, tuple(axis), residual, relu, mask=mask), *others
 
 
 def _up_to_elements(x: Tensor) -> Any:
     """The kernels for `x`, but for the passes that write: coefficients take their place."""
     kernels = select(x)
 
-    def finish_forward(i: Input, summed: Any, *arguments: Any) -> Any:
-        batch, state = generic.unpack_for(i, summed, *arguments)
+    def finish_forward(i: Input, *summed: Any) -> Any:
+        batch, state = generic.unpack_for(i, *summed)
         return generic.output_coefficients(i, batch), batch, state
 
     return SimpleNamespace(
         begin_forward=kernels.begin_forward,
         finish_forward=finish_forward,
         normalize=generic.output_coefficients,
-        begin_backward=lambda g, out=None: kernels.begin_backward(g, out=out)[:3],
-        finish_backward=lambda g, summed: (generic.gradient_coefficients(g, summed), None),
+        begin_backward=kernels.begin_backward,
+        finish_backward=lambda g, summed, *_: (generic.gradient_coefficients(g, summed), None),
     )
 
 
@@ -171,7 +163,7 @@ def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
 
 
 def _forward_sums_like(*arguments: Any) -> list[Tensor]:
-    i, num_channels, *_ = _input(*arguments)
+    i, num_channels, *_ = _gather(*arguments)
     shape = num_channels, *channels(i.x.shape, i.axis)[1:]  # of the layer, if `x` does not fit
     batch = [i.x.new_empty(s, dtype=torch.float64) for s in (shape, shape, (), ())]
     return _coefficients_like(i.x, batch[0], 3) + batch
@@ -182,13 +174,9 @@ def _forward_sums_like(*arguments: Any) -> list[Tensor]:
 )
 def _forward_sums(*arguments: Any) -> list[Tensor]:
     """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
-    i, num_channels, communicator, weighting, needed = _input(*arguments)
-
-    def run(i: Input, communicator: Communicator, weighting: Weighting) -> Any:
-        i, verbs = autograd.dense(i), _up_to_elements(i.x)
-        options: Any = {"weighting": weighting, "verbs": verbs, "needs_gradient": needed}
-        return step.forward(i, communicator, **options)
-
+    i, num_channels, communicator, weighting, needed = _gather(*arguments)
+    i = autograd.dense(i)
+    run = partial(step.forward, verbs=_up_to_elements(i.x), needs_gradient=needed)
     with torch.no_grad(), without_autocast(i.x):
         coefficients, batch = functional.forward(
             i, num_channels, _communicators[communicator], weighting=weighting, run=run
@@ -199,7 +187,7 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
 
 
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    i, mean, *_, needs_dx, _ = _input(*arguments)
+    i, mean, *_, needs_dx, _ = _gather(*arguments)
     parameters = [i.x.new_empty(0 if p is None else p.shape) for p in (i.weight, i.bias)]
     return parameters + _coefficients_like(i.x, mean, 4 * needs_dx)
 
@@ -211,7 +199,7 @@ def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
 )
 def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     """The gradients of weight and bias, and the coefficients of that of `x`. Collective."""
-    i, *batch, needs_dx, communicator = _input(*arguments)
+    i, *batch, needs_dx, communicator = _gather(*arguments)
     g = Gradient(dy, autograd.dense(i), BatchStatistics(*batch), needs_dx=needs_dx)
     sharing = _communicators[communicator]
     with torch.no_grad(), without_autocast(i.x):
@@ -222,14 +210,10 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     return [i.x.new_empty(0) if p is None else p for p in parameters] + [v.clone() for v in found]
 
 
-def _mask_like(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty([1 if i == 1 else n for i, n in enumerate(x.shape)], dtype=torch.bool)
-
-
 @operator(
     "mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, int communicator)"
     " -> Tensor",
-    _mask_like,
+    lambda x, *_: x.new_empty((x.shape[0], 1, *x.shape[2:]), dtype=torch.bool),
 )
 def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: int) -> Tensor:
     """The engine's mask. Collective if it raises."""
@@ -239,55 +223,47 @@ def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: i
 
 
 # Dynamo writes down the calls of `forward` and `move`; what follows sees the operations inside.
-@operator(f"forward({_INPUT}, {_SHARING}, bool relu) -> Tensor[]")
+@operator(f"forward({_INPUT}, {_SHARING}) -> Tensor[]")
 def _forward(*arguments: Any) -> list[Tensor]:
     """The output, and the numbers of `BatchStatistics`. Collective."""
-    i, num_channels, *sharing, relu = _input(*arguments)
-    i = i._replace(relu=relu)
+    i, num_channels, communicator, weighting = _gather(*arguments)
     needed = torch.is_grad_enabled() and i.x.requires_grad
     try:
         functional.check_input(i.x, num_channels)
-        if not i.x.is_meta:
-            functional.check_options(i)
+        functional.check_options(i)
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
         with torch.no_grad():
-            numbers = torch.ops.multibn.forward_sums(*_spread(i), num_channels, *sharing, needed)
+            numbers = torch.ops.multibn.forward_sums(*arguments, needed)
         return [torch.empty_like(i.x), *numbers[3:]]
-    return list(_SyncBatchNorm.apply(i, (num_channels, *sharing, needed), *_spread(i)[:4]))
+    call = i, _communicators[communicator], weighting, needed, _Passes
+    y, batch = autograd.apply(call, i.x, i.weight, i.bias, i.residual)
+    return [y, *batch]
 
 
-class _SyncBatchNorm(torch.autograd.Function):
-    """The autograd node, as `autograd` has one, made of operations that are compiled."""
+class _Passes:
+    """As `step`, for the autograd node: operators, and operations that are compiled."""
 
     @staticmethod
-    def forward(ctx: Any, i: Input, sharing: tuple[Any, ...], *_: Any) -> tuple[Tensor, ...]:
+    def forward(
+        i: Input, communicator: Communicator, *, weighting: Weighting, needs_gradient: bool
+    ) -> tuple[Tensor, BatchStatistics]:
         summed = i._replace(residual=None)  # the operator would need the residual in memory
-        with without_autocast(i.x):
-            numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
-            y = generic.finish(i, numbers[:3])
-        batch = numbers[3:]
-        ctx.about = i.eps, i.axis, sharing[1]
-        ctx.save_for_backward(i.x, i.weight, i.bias, i.mask, y if i.relu else None, *batch)
-        ctx.mark_non_differentiable(*batch)
-        return y, *batch
+        sharing = i.x.shape[1], id(communicator), weighting, needs_gradient
+        numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
+        return generic.finish(i, numbers[:3]), BatchStatistics(*numbers[3:])
 
     @staticmethod
-    @once_differentiable  # as all of compiled code; torch's compiler says so for its own backends
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mask, y, *batch = ctx.saved_tensors
-        eps, axis, communicator = ctx.about
-        i, dy = Input(x, weight, bias, eps, axis, mask=mask), grad_outputs[0]
-        needs_dx, needs_dresidual = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
-        with without_autocast(x):
-            dy = dy if y is None else generic.rectified(dy, y)
-            dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
-                dy, *_spread(i), *batch, needs_dx, communicator
-            )
-            g = Gradient(dy, i, BatchStatistics(*batch), needs_dx=needs_dx)
-            dx = generic.finish_gradient(g, coefficients) if needs_dx else None
-        dresidual = generic.residual_gradient(g) if needs_dresidual else None
-        dparameters = None if weight is None else dweight, None if bias is None else dbias
-        return None, None, dx, *dparameters, dresidual
+    def backward(g: Gradient, communicator: Communicator) -> tuple[Tensor | None, ...]:
+        if g.y is not None:
+            dy = generic.rectified(g.dy, g.y)
+            g = g._replace(dy=dy, input=g.input._replace(relu=False), y=None)
+        i = g.input
+        dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
+            g.dy, *_spread(i), *g.batch, g.needs_dx, id(communicator)
+        )
+        dx = generic.finish_gradient(g, coefficients) if g.needs_dx else None
+        dparameters = None if i.weight is None else dweight, None if i.bias is None else dbias
+        return dx, None, *dparameters
 
 
 def _once(function: Callable[..., Any], *arguments: Any) -> Any:

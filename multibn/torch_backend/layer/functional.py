@@ -171,12 +171,16 @@ def forward(
         )
     try:
         check_input(i.x, num_channels)
+        if i.x.is_meta:
+            raise TypeError(
+                "the input must have data: got a tensor on meta. Use a layer for shapes."
+            )
         check_options(i)
     except (TypeError, ValueError) as error:
         refuse(error, i.x, num_channels, communicator)
     if autograd.is_transformed():
         run = autograd.differentiable_forward
-    result: tuple[Tensor, BatchStatistics] = run(i, communicator, weighting)
+    result: tuple[Tensor, BatchStatistics] = run(i, communicator, weighting=weighting)
     return result
 
 
@@ -250,8 +254,6 @@ def check_dense(name: str, x: Any, /) -> None:
 def check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
     x, weight, bias, eps, axis, residual = i[:6]
-    if x.is_meta:
-        raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
     if not (isinstance(eps, float) and 0 < eps < math.inf):
         check_eps(eps)
     shape = x.shape[1:2]
