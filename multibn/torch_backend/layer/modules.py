@@ -121,10 +121,10 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     # The ranks before a conversion, if the layer shared with some: see `convert_sync_batchnorm`.
     own_group: Communicator | None = None
     fuse_relu = False  # the value in layers that were converted
-    # Inputs that take the short way, by their number of dimensions: all that `_check_input_dim`
-    # need not be asked about.
-    _shapes: ClassVar[dict[int, str]] = dict.fromkeys(range(2, 6), "")
-    _usual: Collection[int] = _shapes
+    # The class's inputs, number of dimensions: text for errors. None for any.
+    _shapes: ClassVar[dict[int, str] | None] = None
+    # Numbers of dimensions that take the short way, as `_check_input_dim` need not be asked.
+    _usual: Collection[int] = range(2, 6)
     _num_splits = 1  # see `convert_sub_batchnorm`
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # convert.py sets this method
 
@@ -237,20 +237,16 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             functional.refuse(error, input, self.num_features, communicator)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Accept every input: `forward` checks the rest."""
+        """Raise unless the class takes this number of dimensions; `forward` checks the rest."""
+        if self._shapes is not None and input.ndim not in self._shapes:
+            raise functional.dimensions_error(self, input, self._shapes)
 
     def extra_repr(self) -> str:
         splits = f", num_splits={self._num_splits}" if self._num_splits > 1 else ""
         return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}{splits}"
 
 
-class _OfDimensions(SyncBatchNorm):
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.ndim not in self._shapes:
-            raise functional.dimensions_error(self, input, self._shapes)
-
-
-class SyncBatchNorm1d(_OfDimensions, nn.BatchNorm1d):
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
 
     `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. As that class, the layer refuses inputs
@@ -269,7 +265,7 @@ class SyncBatchNorm1d(_OfDimensions, nn.BatchNorm1d):
     _usual = _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
-class SyncBatchNorm2d(_OfDimensions, nn.BatchNorm2d):
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """As `SyncBatchNorm1d`, for nn.BatchNorm2d.
 
     Examples
@@ -285,7 +281,7 @@ class SyncBatchNorm2d(_OfDimensions, nn.BatchNorm2d):
     _usual = _shapes = {4: "(N, C, H, W)"}
 
 
-class SyncBatchNorm3d(_OfDimensions, nn.BatchNorm3d):
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """As `SyncBatchNorm1d`, for nn.BatchNorm3d.
 
     Examples
