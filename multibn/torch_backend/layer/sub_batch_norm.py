@@ -11,7 +11,7 @@ from multibn._arrays import is_on_host, values
 from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
-from multibn.engine.statistics import OneValueError, reduced_axes
+from multibn.engine.statistics import reduced_axes
 from multibn.engine.step import Input
 from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.modules import call_node
@@ -144,17 +144,7 @@ class _SubBatchNorm(Synchronized):
         i = i._replace(weight=weight, bias=bias, eps=part.eps, running=running)
         # To a pass over all splits together, these are the channels of axis 1.
         sharing = i.x.shape[1], communicator
-        try:
-            y, batch = compiled.forward(i, *sharing, weighting=self.weighting)
-        except OneValueError as error:
-            if not self.training:
-                raise
-            raise OneValueError(
-                "training needs more than 1 value per channel in each of the "
-                f"{self.num_splits} splits: got 1 over {communicator.size} rank(s) together, with "
-                f"an input of shape {tuple(i.x.flatten(0, 1).shape)} on rank {communicator.rank}. "
-                "Use a larger batch or a smaller `num_splits`, drop the last batch, or call eval()."
-            ) from error
+        y, batch = compiled.forward(i, *sharing, weighting=self.weighting)
         if self.training and moves(running, i.x):
             self.aggregate_where(batch.count)
         return y
@@ -234,12 +224,10 @@ class _SubBatchNorm(Synchronized):
             raise functional.dimensions_error(self, input, self._shapes)
         batch_size, num_splits = input.shape[0], self.num_splits if self.training else 1
         if batch_size % num_splits != 0:
-            *others, last = (str(d) for d in range(1, batch_size + 1) if batch_size % d == 0)
             where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
-            divisors = f"{', '.join(others)} or {last}" if others else last
             raise ValueError(
                 f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
-                f"{batch_size}{where}. Drop the last batch or pass num_splits={divisors}."
+                f"{batch_size}{where}. Drop the last batch, or pass another `num_splits`."
             )
 
     def _load_from_state_dict(

@@ -59,6 +59,16 @@ def test_a_message_says_whether_a_backward_pass_may_follow() -> None:
     assert [needed for *_, needed in layer.conversation.phases] == [False, True]
 
 
+def test_second_derivatives_where_the_backend_keeps_the_autograd_node() -> None:
+    layer = SyncBatchNorm(3, dtype=torch.float64, fuse_relu=True)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    found = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="eager")):
+        (dx,) = torch.autograd.grad(call(x).sin().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(dx.cos().sum(), x))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("needs_dx", [True, False])
 def test_operators_keep_torchs_rules(needs_dx: bool) -> None:
     from multibn.torch_backend.layer import compiled

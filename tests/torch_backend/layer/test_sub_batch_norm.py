@@ -365,12 +365,8 @@ def test_repr_names_the_splits_and_the_conventions() -> None:
     assert "running_var='unbiased_global'" in text
 
 
-@pytest.mark.parametrize(
-    "num_splits, n, instead", [(2, 7, "1 or 7"), (4, 6, "1, 2, 3 or 6"), (2, 1, "1")]
-)
-def test_a_batch_that_cannot_be_split_is_an_error_on_all_ranks(
-    num_splits: int, n: int, instead: str
-) -> None:
+@pytest.mark.parametrize("num_splits, n", [(2, 7), (4, 6), (2, 1)])
+def test_a_batch_that_cannot_be_split_is_an_error_on_all_ranks(num_splits: int, n: int) -> None:
     x = torch.randn(n, C, 2, 3, 3)
     message = f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of {n}"
 
@@ -381,10 +377,9 @@ def test_a_batch_that_cannot_be_split_is_an_error_on_all_ranks(
         finally:
             assert not layer.split_bn.num_batches_tracked
 
-    text = rf"\. Drop the last batch or pass num_splits={instead}\."
-    errors_of_rank_0(call, ValueError, f"{message} on rank 0{text}")
+    errors_of_rank_0(call, ValueError, f"{message} on rank 0")
     alone = make(num_splits, C)
-    with pytest.raises(ValueError, match=message + text):
+    with pytest.raises(ValueError, match=message):
         alone(x)
     alone.eval()(x)
 
@@ -424,15 +419,11 @@ def test_bn_keeps_loaded_statistics_until_a_batch_moves_it(what: str, compiled: 
 
 def test_one_value_per_channel_and_split_is_an_error_on_all_ranks() -> None:
     def run(communicator: Any) -> None:
-        n, rank = (0 if communicator.rank else 2), communicator.rank
-        message = (
-            r"more than 1 value per channel in each of the 2 splits: got 1 over 2 rank\(s\) "
-            rf"together, with an input of shape \({n}, 3\) on rank {rank}\. Use a larger batch or"
-            " a smaller `num_splits`"
-        )
+        n, rank = (0 if communicator.rank else 1), communicator.rank
+        message = rf"more than 1 value per .* of shape \({n}, 2, 3\) on rank {rank}"
         layer = make(2, C, cls=SubBatchNorm1d, process_group=communicator)
         with pytest.raises(ValueError, match=message):
-            layer(torch.ones(n, C))
+            layer(torch.ones(2 * n, C))
         layer(torch.ones(2, C))  # one value on each rank is enough
         layer.eval()(torch.ones(1, C))
 
