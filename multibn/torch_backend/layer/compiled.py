@@ -65,14 +65,16 @@ def forward(
             "would need the processes of this run. Call model.eval() first, or export a copy of "
             "the model after revert_sync_batchnorm."
         )
-    run = functional.forward
-    has_dtensors = compiling and dtensors.among(i[:3])
-    if has_dtensors:  # no operator takes these and plain tensors
-        reason = "a layer runs its forward pass with a DTensor as it is, without fullgraph=True"
-        run = torch.compiler.disable(run, reason=reason)
+    arguments: Any = i, num_channels, communicator
+    if compiling and dtensors.among(i[:3]):  # no operator takes these and plain tensors
+        torch._dynamo.graph_break(
+            msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
+            "Call torch.compile without fullgraph=True."
+        )
+        return torch.compiler.disable(functional.forward)(*arguments, weighting=weighting)
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
-    if has_dtensors or (autograd.is_transformed() if compiling else not _has_no_data(i.x)):
-        return run(i, num_channels, communicator, weighting=weighting)
+    if autograd.is_transformed() if compiling else not _has_no_data(i.x):
+        return functional.forward(*arguments, weighting=weighting)
     if not compiling:
         functional.check_input(i.x, num_channels)
     y, *numbers = torch.ops.multibn.forward(*_spread(i), num_channels, id(communicator), weighting)
