@@ -4,7 +4,7 @@ Python makes the results, and the core reads the fields of the arguments by name
 all arrays lie. The core takes dense activations of any number of dimensions, 16-bit dtypes
 included, whose memory has the order (N, C, S) of `layout`: contiguous and channels-last ones have
 this order. Where a function of the core cannot take an array, the function does nothing and returns
-None: `_try` tries once more with copies, and `generic` computes what is left. The core divides a
+None: `_with_copies` tries once more, and `generic` computes what is left. The core divides a
 large array among threads.
 """
 
@@ -89,7 +89,9 @@ def _templates(numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> l
 def begin_forward(i: Input, rank_weight: float, count: float, *, out: Array | None = None) -> Array:
     """As `generic.begin_forward`."""
     payload = _library(type(i.x)).numbers(sizes(i.x.shape, i.axis)[2]) if out is None else out
-    _, done = _try(_core.begin_forward, i, payload, rank_weight, count)
+    done = _core.begin_forward(i, payload, rank_weight, count)
+    if done is None:
+        _, done = _with_copies(_core.begin_forward, i, payload, rank_weight, count)
     return generic.begin_forward(i, rank_weight, count, out=out) if done is None else payload
 
 
@@ -104,7 +106,9 @@ def finish_forward(
         new(i.x),
         BatchStatistics(new(per_channel), new(per_channel), new(number), new(number)),
     )
-    taken, state = _try(_core.finish_forward, i, batch, y, *message)
+    taken, state = i, _core.finish_forward(i, batch, y, *message)
+    if state is None:
+        taken, state = _with_copies(_core.finish_forward, i, batch, y, *message)
     if state is None:
         return generic.finish_forward(i, *message)
     running = i.running
@@ -122,7 +126,9 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
     payload = library.numbers(sizes(i.x.shape, i.axis)[3]) if out is None else out
     dweight = None if i.weight is None else library.empty_like(i.weight)
     dbias = None if i.bias is None else library.empty_like(i.bias)
-    taken, done = _try(_core.begin_backward, g, payload, dweight, dbias)
+    taken, done = g, _core.begin_backward(g, payload, dweight, dbias)
+    if done is None:
+        taken, done = _with_copies(_core.begin_backward, g, payload, dweight, dbias)
     if done is None:
         return generic.begin_backward(g, out=out)
     return payload, dweight, dbias, taken
@@ -144,19 +150,17 @@ def finish_backward(
 def normalize(i: Input, batch: BatchStatistics) -> Array:
     """As `generic.normalize`."""
     y = _library(type(i.x)).empty_like(i.x)
-    _, done = _try(_core.normalize, i, batch, y)
+    done = _core.normalize(i, batch, y)
+    if done is None:
+        _, done = _with_copies(_core.normalize, i, batch, y)
     return generic.normalize(i, batch) if done is None else y
 
 
-def _try(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:
-    """`a`, and what a `function` of the core returns; None if the core cannot take the arrays.
+def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:
+    """`a` with copies of arrays not in the memory order of `x`; what `function` returns for these.
 
-    If need be, `a` has copies of the arrays that are not in the memory order of `x`. Then no
-    running statistics are moved.
+    No running statistics are moved.
     """
-    done = function(a, *others)
-    if done is not None:
-        return a, done
     i = getattr(a, "input", a)
     library = _library(type(i.x))
 
