@@ -12,9 +12,6 @@ from multibn.chainer_backend.convert import revert_mnbn_model as revert_mnbn_mod
 from multibn.chainer_backend.extensions import (
     FinetunePopulationStatistics as FinetunePopulationStatistics,
 )
-from multibn.chainer_backend.functions import (
-    multi_node_batch_normalization as multi_node_batch_normalization,
-)
 from multibn.chainer_backend.links import MultiNodeBatchNormalization as MultiNodeBatchNormalization
 from multibn.chainer_backend.micro_batches import step_statistics as step_statistics
 from multibn.chainer_backend.synchrony import check_sync as check_sync

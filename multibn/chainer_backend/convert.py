@@ -100,7 +100,7 @@ def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
     Warns
     -----
     UserWarning
-        As `create_mnbn_model`; also for a link with `fuse_relu`.
+        As `create_mnbn_model`.
 
     Examples
     --------
@@ -132,12 +132,10 @@ def _copy_with(
     for old in link.links():
         if not isinstance(old, cls):
             continue
-        names = overridden(type(old), lambda other: other is cls)
-        if names or getattr(old, "fuse_relu", False):
-            lost = f"its class overrides {', '.join(names)}" if names else "it has a ReLU inside"
+        if names := overridden(type(old), lambda other: other is cls):
             warnings.warn(
                 f"{type(old).__module__}.{type(old).__qualname__} is copied as it is, "
-                f"{consequence}: {lost}, which would be lost.",
+                f"{consequence}: its class overrides {', '.join(names)}, which would be lost.",
                 stacklevel=3,
             )
             continue

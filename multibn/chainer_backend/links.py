@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +13,7 @@ from chainer import links as L
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_ints, check_number
 from multibn.chainer_backend import functions
-from multibn.chainer_backend._differentiable import masked
+from multibn.chainer_backend.functions import masked
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
@@ -69,9 +68,6 @@ class MultiNodeBatchNormalization(chainer.Link):
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,
         nothing moves, and a RuntimeWarning names the link. None: `"skip"` for float16, `"raise"`
         for other dtypes.
-    fuse_relu
-        Whether the link ends in a ReLU; `link(x, residual=residual)` adds an array like `x` before
-        the ReLU, in the same pass.
 
     Attributes
     ----------
@@ -123,7 +119,6 @@ class MultiNodeBatchNormalization(chainer.Link):
         weighting: Weighting = "element",
         avg_var: RunningVar = "unbiased_global",
         nonfinite: Nonfinite = None,
-        fuse_relu: bool = False,
     ) -> None:
         super().__init__()
         if size is None and axis is None:
@@ -141,18 +136,19 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.decay = decay
         self.eps = eps
         self.nonfinite: Nonfinite = nonfinite
-        self.fuse_relu = fuse_relu
         self.axis = None if axis is None else functions.checked_axes(axis)
-        self._highprec_dtype = _floating_dtype(dtype)
+        self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
+        if self._highprec_dtype.kind != "f":
+            raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")
         self._initial_averages = (0, 0)  # `create_mnbn_model` sets those of a lazy link
         self.add_persistent("N", 0)
         self.add_persistent("avg_mean", None)
         self.add_persistent("avg_var", None)
         with self.init_scope():
             if use_gamma:
-                self.gamma = self._parameter("initial_gamma", initial_gamma, 1)
+                self.gamma = self._parameter(1 if initial_gamma is None else initial_gamma)
             if use_beta:
-                self.beta = self._parameter("initial_beta", initial_beta, 0)
+                self.beta = self._parameter(0 if initial_beta is None else initial_beta)
         if size is not None:
             self._initialize(_channels(size))
 
@@ -188,7 +184,6 @@ class MultiNodeBatchNormalization(chainer.Link):
         x: Any,
         finetune: bool = False,
         *,
-        residual: Any = None,
         mask: Any = None,
         lengths: Any = None,
     ) -> chainer.Variable:
@@ -201,9 +196,6 @@ class MultiNodeBatchNormalization(chainer.Link):
         finetune
             In training, average the statistics cumulatively, all batches alike, instead of with
             `decay`: see `start_finetuning`.
-        residual
-            Variable or array of the shape and dtype of `x` that is added to the output, before the
-            ReLU of `fuse_relu=True`.
         mask, lengths
             Which elements count: booleans of the shape of `x` without the channel axes, or one that
             broadcasts to it; or integers of shape `(N,)`, for each sample the number of elements of
@@ -212,19 +204,36 @@ class MultiNodeBatchNormalization(chainer.Link):
 
         Raises
         ------
-        TypeError, ValueError, RuntimeError, FloatingPointError, NotImplementedError
-            As `multi_node_batch_normalization`; the last two in training only.
+        TypeError, ValueError
+            If `x` is not floating-point, or its shape, `mask` or `lengths` does not fit. ValueError
+            if all ranks hold one value per channel together, or if a mask leaves none.
+        RuntimeError
+            On the other ranks, if one rank's input was refused. On all ranks, if they are in
+            different links, or in different phases of one link.
+        FloatingPointError
+            On all ranks, if the moments of one rank are not finite (on a GPU a step later), unless
+            such a batch is skipped, see `nonfinite`.
+        NotImplementedError
+            In training inside chainer.static_graph.
+
+        Notes
+        -----
+        Second derivatives (`enable_double_backprop=True`) are exact over ranks. At every order,
+        gradients are those of the sum of all ranks' losses, divided by the number of ranks for
+        `gamma` and `beta`. A backward pass with a graph computes in float64 and repeats the forward
+        pass's allreduce; each of its allreduces has another one in the next derivative.
         """
-        v, residual = map(functions.standard_layout, (x, residual))
+        v = functions.standard_layout(x)
         communicator = self.conversation if chainer.config.train else SingleProcess()
         channels = None if self.avg_mean is None else self.avg_mean.shape
-        options = {"residual": residual, "mask": mask, "lengths": lengths}
-        axis, mask = functions.check_input(v, channels, self.axis, communicator, **options)
+        axis, mask = functions.check_input(
+            v, channels, self.axis, communicator, mask=mask, lengths=lengths
+        )
         if self.avg_mean is None:
             self._initialize(statistics.channels(v.shape, axis))
-        i = Input(v, self.gamma, self.beta, self.eps, axis, residual, self.fuse_relu, mask=mask)
+        i = Input(v, self.gamma, self.beta, self.eps, axis, mask=mask)
         y = self._train(i, finetune) if chainer.config.train else self._evaluate(i)
-        return functions.with_layout_of(x, y)
+        return y.as_layout(x.layout) if isinstance(x, chainer.Variable) else y
 
     def _train(self, i: Input, finetune: bool) -> chainer.Variable:
         momentum = None if finetune else 1.0 - self.decay
@@ -237,7 +246,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             moved.running = running
         if not chainer.config.in_recomputing:  # by F.forget
             i = i._replace(running=moved)
-        y, _ = functions.normalize(i, self.conversation, weighting=self.weighting)
+        y = functions.normalize(i, self.conversation, weighting=self.weighting)
         if moved is running:
             self.count(running)
         return y
@@ -248,8 +257,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         beta = self.xp.zeros_like(mean) if self.beta is None else self.beta
         x = masked(i.x, i.mask)
         y = F.fixed_batch_normalization(x, gamma, beta, mean, var, i.eps, i.axis)
-        y = y if i.residual is None else y + i.residual
-        return masked(F.relu(y) if i.relu else y, i.mask)
+        return masked(y, i.mask)
 
     def start_finetuning(self) -> None:
         """Set `N` to 0; call it before each fine-tuning but the first."""
@@ -260,13 +268,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         if running.num_batches is not None:
             self.N = int(running.num_batches)  # waits for a GPU: npz files need N as a number
 
-    def _parameter(self, name: str, initial: Any, default: float) -> chainer.Parameter:
-        initial = default if initial is None else initial
-        if not (isinstance(initial, (Real, *chainer.get_array_types())) or callable(initial)):
-            raise TypeError(
-                f"`{name}` must be a number, an array or a Chainer initializer: got {initial!r} of "
-                f"type {type(initial).__qualname__}."
-            )
+    def _parameter(self, initial: Any) -> chainer.Parameter:
         initializer = initializers._get_initializer(initial)
         initializer.dtype = self._highprec_dtype
         return chainer.Parameter(initializer)
@@ -277,15 +279,9 @@ class MultiNodeBatchNormalization(chainer.Link):
             initializers.generate_array(initializers._get_initializer(v), channels, **where)
             for v in self._initial_averages
         )
-        for name, parameter in (("initial_gamma", self.gamma), ("initial_beta", self.beta)):
-            if parameter is None:
-                continue
-            try:
+        for parameter in (self.gamma, self.beta):
+            if parameter is not None:
                 parameter.initialize(channels)
-            except ValueError as error:
-                raise ValueError(
-                    f"`{name}` must fill an array of shape {channels}, the channels: {error}."
-                ) from error
 
 
 # Not attributes of the links: a copy of a link needs its own conversation, with its own name.
@@ -295,7 +291,7 @@ _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionar
 steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
 
 
-_OPTIONS = ("decay", "eps", "weighting", "fuse_relu", "nonfinite")
+_OPTIONS = ("decay", "eps", "weighting", "nonfinite")
 
 
 def options_of(link: Any) -> dict[str, object]:
@@ -317,16 +313,6 @@ def _wrapped(comm: CommunicatorLike, communication_backend: str) -> Communicator
     elif communication_backend != "auto":
         return ChainerMN(communicator.comm, communication_backend, timeout=communicator.timeout)
     return communicator
-
-
-def _floating_dtype(dtype: Any) -> Any:
-    try:
-        resolved = chainer.get_dtype(dtype, map_mixed16=np.float32)
-    except TypeError:
-        resolved = None
-    if resolved is None or resolved.kind != "f":
-        raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")
-    return resolved
 
 
 def _channels(size: Any) -> tuple[int, ...]:

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 from chainer import functions as F
 
-from multibn.chainer_backend import (
-    MultiNodeBatchNormalization,
-    multi_node_batch_normalization,
-)
+from multibn.chainer_backend import MultiNodeBatchNormalization
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
@@ -55,11 +52,6 @@ def never_recomputed(net: Any, how: Any, x: Any) -> Any:
     return how(lambda v: net.a(v, finetune=True), x)
 
 
-def of_functions(net: Any, how: Any, x: Any) -> Any:
-    """Whose communicators are made anew in each pass."""
-    return how(lambda v: multi_node_batch_normalization(v, comm=net.a.comm)[0], x)
-
-
 def run(block: Any, how: Any, communicator: Any, x: Any) -> list[Any]:
     """The numbers of a step."""
     net = Net(communicator)
@@ -70,9 +62,7 @@ def run(block: Any, how: Any, communicator: Any, x: Any) -> list[Any]:
     return [y.array, v.grad, *kept, *(p.grad for _, p in sorted(net.namedparams()))]
 
 
-@pytest.mark.parametrize(
-    "block", [twice_in_a_block, in_several_blocks, nested, never_recomputed, of_functions]
-)
+@pytest.mark.parametrize("block", [twice_in_a_block, in_several_blocks, nested, never_recomputed])
 def test_forgetting_gives_the_numbers_of_the_run_without(block: Callable[..., Any]) -> None:
     """Over ranks, too, of which rank 1 has no data."""
 

@@ -1,8 +1,9 @@
-"""Chainer's function differentiated twice, over ranks as threads: against one process.
+"""The link differentiated twice, over ranks as threads: against one process.
 
 There, batch normalization is composed of Chainer's own differentiable functions.
 """
 
+from functools import partial
 from typing import Any
 
 import chainer
@@ -11,10 +12,7 @@ import pytest
 from chainer import functions as F
 
 from multibn import SingleProcess
-from multibn.chainer_backend import (
-    MultiNodeBatchNormalization,
-    multi_node_batch_normalization,
-)
+from multibn.chainer_backend import MultiNodeBatchNormalization
 from multibn.communicators import Communicator
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
@@ -39,8 +37,11 @@ def composed(x: Any, gamma: Any, beta: Any) -> Any:
     return y if beta is None else y + wide(beta)
 
 
-def ours_alone(*args: Any) -> Any:
-    return multi_node_batch_normalization(*args, comm=SingleProcess(), eps=EPS)[0]
+def ours(x: Any, gamma: Any, beta: Any, comm: Any = None) -> Any:
+    options: Any = {"eps": EPS, "use_gamma": False, "use_beta": False}
+    link = MultiNodeBatchNormalization(C, comm or SingleProcess(), **options)
+    link.gamma, link.beta = gamma, beta
+    return link(x)
 
 
 def second_order(batch_norm: Any, x: Any, target: Any, gamma: Any, beta: Any) -> list[Any]:
@@ -78,11 +79,7 @@ def parameters(dtype: Any = np.float64) -> tuple[Any, Any]:
 def compare_with_one_process(world: Communicator) -> None:
     """Compare this rank's numbers, once all communication is over."""
     gamma, beta = parameters()
-
-    def ours(*args: Any) -> Any:
-        return multi_node_batch_normalization(*args, comm=world, eps=EPS)[0]
-
-    found = second_order(ours, *data(world.rank), gamma, beta)
+    found = second_order(partial(ours, comm=world), *data(world.rank), gamma, beta)
     expected = whole(gamma, beta, world.size)
     stops = np.cumsum(SIZES[: world.size])[:-1]
     for i, (got, want) in enumerate(zip(found, expected, strict=True)):
@@ -100,7 +97,7 @@ def test_three_orders_equal_composed_functions(has_gamma: bool, has_beta: bool) 
     gamma, beta = parameters()
     x, target = data(2)
     results: list[list[Any]] = []
-    for function in (composed, ours_alone):
+    for function in (composed, ours):
         variables = [chainer.Variable(a) for a in (x, *[gamma] * has_gamma, *[beta] * has_beta)]
         given = (variables[1] if has_gamma else None, variables[-1] if has_beta else None)
         value = F.sum(F.tanh(function(variables[0], *given)) * target)
@@ -109,8 +106,8 @@ def test_three_orders_equal_composed_functions(has_gamma: bool, has_beta: bool) 
             grads = chainer.grad([value], variables, enable_double_backprop=True)
             value = sum(F.sum(g**2) for g in grads)
             results[-1] += [g.array for g in grads]
-    for ours, expected in zip(*results, strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=1e-7)
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-7)
 
 
 def test_first_order_is_the_same_with_a_graph() -> None:
@@ -120,9 +117,7 @@ def test_first_order_is_the_same_with_a_graph() -> None:
         results = []
         for enable in (False, True):
             variables = [chainer.Variable(a) for a in (x, gamma, beta)]
-            grads = chainer.grad(
-                [ours_alone(*variables)], variables, [dy], enable_double_backprop=enable
-            )
+            grads = chainer.grad([ours(*variables)], variables, [dy], enable_double_backprop=enable)
             assert [g.dtype for g in grads] == [v.dtype for v in variables]
             results.append([g.array.astype(np.float64) for g in grads])
         for a, b in zip(*results, strict=True):

@@ -182,7 +182,6 @@ def _chainer() -> dict[Call, Call]:
         cb.MultiNodeBatchNormalization: lambda size=3, comm=None, **options: (
             cb.MultiNodeBatchNormalization(size, comm, **options)
         ),
-        cb.multi_node_batch_normalization: partial(cb.multi_node_batch_normalization, x),
         cb.create_mnbn_model: lambda comm=None, **options: cb.create_mnbn_model(
             model(), comm, **options
         ),
