@@ -8,8 +8,6 @@ from torch import nn
 
 from multibn.torch_backend.layer import modules, naive, sub_batch_norm
 
-_TYPES = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex'"
-
 
 def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     """The layer that `cfg.BN` names; takes the place of PySlowFast's `get_norm`.
@@ -41,9 +39,9 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     Raises
     ------
     ValueError
-        If `cfg` lacks BN or BN.NORM_TYPE, or `dim` is not 1, 2 or 3.
+        If `dim` is not 1, 2 or 3.
     NotImplementedError
-        If NORM_TYPE is none of the four, as in PySlowFast.
+        If BN.NORM_TYPE is missing or none of the four, as in PySlowFast.
 
     Examples
     --------
@@ -55,29 +53,25 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     """
     if isinstance(dim, bool) or dim not in (1, 2, 3):
         raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")
-    bn = _get(cfg, "BN", None)
-    norm_type = None if bn is None else _get(bn, "NORM_TYPE", None)
-    if norm_type is None:
-        missing = "BN" if bn is None else "BN.NORM_TYPE"
-        raise ValueError(f"`cfg` must have {missing}: got {cfg!r}. Set BN.NORM_TYPE to {_TYPES}.")
-    if norm_type == "batchnorm":
-        return _of_dim(nn, "BatchNorm", dim)
-    if norm_type == "sub_batchnorm":
-        splits = _get(bn, "NUM_SPLITS", 1)
-        return partial(_of_dim(sub_batch_norm, "SubBatchNorm", dim), num_splits=splits)
-    devices = _get(bn, "NUM_SYNC_DEVICES", 1)
-    if norm_type == "sync_batchnorm":
-        layer = _of_dim(naive, "NaiveSyncBatchNorm", dim)
-        everywhere = _get(bn, "GLOBAL_SYNC", False)
-        return partial(layer, num_sync_devices=devices, global_sync=everywhere)
-    if norm_type == "sync_batchnorm_apex":
-        return partial(_of_dim(modules, "SyncBatchNorm", dim), process_group=devices or None)
-    raise NotImplementedError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
 
+    def layer(room: Any, name: str, **options: Any) -> Callable[..., nn.Module]:
+        return partial(getattr(room, f"{name}{dim}d"), **options)
 
-def _of_dim(module: Any, name: str, dim: int) -> Callable[..., nn.Module]:
-    layer: Callable[..., nn.Module] = getattr(module, f"{name}{dim}d")
-    return layer
+    bn = _get(cfg, "BN", {})
+    splits, devices = _get(bn, "NUM_SPLITS", 1), _get(bn, "NUM_SYNC_DEVICES", 1)
+    options = {"num_sync_devices": devices, "global_sync": _get(bn, "GLOBAL_SYNC", False)}
+    layers = {
+        "batchnorm": layer(nn, "BatchNorm"),
+        "sub_batchnorm": layer(sub_batch_norm, "SubBatchNorm", num_splits=splits),
+        "sync_batchnorm": layer(naive, "NaiveSyncBatchNorm", **options),
+        "sync_batchnorm_apex": layer(modules, "SyncBatchNorm", process_group=devices or None),
+    }
+    norm_type = _get(bn, "NORM_TYPE", None)
+    if norm_type not in layers:
+        raise NotImplementedError(
+            f"`cfg.BN.NORM_TYPE` must be one of {', '.join(map(repr, layers))}: got {norm_type!r}."
+        )
+    return layers[norm_type]
 
 
 def _get(node: Any, key: str, default: Any) -> Any:

@@ -83,8 +83,8 @@ def convert_sync_batchnorm(
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`. TypeError if `module` is no module; if `strict` and a layer cannot be
-        converted, or if there is none.
+        As `SyncBatchNorm`. TypeError if `strict` and a layer cannot be converted, or if there is
+        none.
     RuntimeError
         In the first training forward pass of a layer whose own forward pass does not call
         torch.nn.functional.batch_norm with its running mean: it computes statistics by itself.
@@ -141,10 +141,9 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
     Examples
     --------
     >>> import torch
-    >>> from torch import nn
     >>> from multibn.torch_backend import convert_sub_batchnorm
-    >>> model = convert_sub_batchnorm(nn.Sequential(nn.BatchNorm1d(1, affine=False)), 2)
-    >>> model(torch.tensor([[1.0], [2.0], [3.0], [30.0], [40.0]])).flatten()
+    >>> layer = convert_sub_batchnorm(torch.nn.BatchNorm1d(1, affine=False), 2)
+    >>> layer(torch.tensor([[1.0], [2.0], [3.0], [30.0], [40.0]])).flatten()
     tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
     """
     check_int("num_splits", num_splits)
@@ -163,30 +162,23 @@ def _by_parts(layer: SyncBatchNorm, *args: Any, **options: Any) -> Any:
     if not layer.training or isinstance(x, fx.Proxy):
         return forward(*args, **options)
     functional.check_input(x, None)
-    # Each part has two elements per channel, masked ones too, if the batch has: the last batch of
-    # an epoch may be small.
+    # Two elements per channel and part, if the batch has them: the last of an epoch may be small.
     n = max(1, min(layer._num_splits, len(x), x.numel() // x.shape[1] // 2))
-    is_plain = type(layer).forward is SyncBatchNorm.forward
+    sizes = [(len(x) + k) // n for k in reversed(range(n))]
 
     def parts(t: Any) -> Sequence[Any]:
-        size = t.shape[:1].numel() if isinstance(t, Tensor) else 1
-        # Other forward passes may have arguments that are not of samples.
-        has_samples = size != 1 if is_plain else size == len(x)
-        # Not tensor_split, whose gradient is the sum of a tensor of the whole size for each part.
-        return t.split([(size + k) // n for k in reversed(range(n))]) if has_samples else [t] * n
+        if not isinstance(t, Tensor) or t.shape[:1].numel() == 1:  # a mask for all samples
+            return [t] * n
+        return t.split(sizes)  # not tensor_split: a gradient of the whole size for each part
 
-    shares = *map(parts, args), *map(parts, options.values())
+    k, shares = len(args), zip(*map(parts, (*args, *options.values())), strict=True)
     with step_statistics(layer):
-        ys = []
-        for share in zip(*shares, strict=True):
-            named = dict(zip(options, share[len(args) :], strict=True))
-            ys.append(forward(*share[: len(args)], **named))
-    return torch.cat(ys)
+        calls = ((s[:k], dict(zip(options, s[k:], strict=True))) for s in shares)
+        return torch.cat([forward(*given, **named) for given, named in calls])
 
 
 def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
     """The layers to convert. All others that have statistics are an error or a warning."""
-    _check_module(module)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
@@ -235,7 +227,6 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     >>> type(model[1]).__name__
     'BatchNorm2d'
     """
-    _check_module(module)
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
         if not isinstance(part, SyncBatchNorm):
@@ -247,13 +238,6 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     if obstacles:
         warnings.warn(_list(obstacles, "they stay synchronized"), stacklevel=2)
     return module
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"`module` must be a torch.nn.Module: got {type(module).__qualname__}. Pass the model."
-        )
 
 
 _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
@@ -269,7 +253,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         if "running_var" in buffers:  # alone in timm's EvoNorm2dB0
             return "it is not of torch's batch norm class"
         return None
-    if _has_foreign_forward(layer):
+    if vars(layer).keys() & {"forward", "_num_splits"} == {"forward"}:
         return "its forward pass was set on the instance. Convert the model before"
     if isinstance(layer, SyncBatchNorm):
         return None
@@ -295,15 +279,9 @@ def _cannot_revert(layer: SyncBatchNorm) -> str | None:
         return f"its class overrides {', '.join(names)}, which would be lost"
     if layer.fuse_relu:
         return "it has a ReLU inside, which would be lost"
-    if _has_foreign_forward(layer):
+    if vars(layer).keys() & {"forward", "_num_splits"} == {"forward"}:
         return "it has a forward pass of its own, which would be lost"
     return None
-
-
-def _has_foreign_forward(layer: nn.Module) -> bool:
-    """Whether a forward pass was set on the instance by others than `convert_sub_batchnorm`."""
-    forward = vars(layer).get("forward", partial(_by_parts))
-    return getattr(forward, "func", None) is not _by_parts
 
 
 def _name(layer: nn.Module) -> str:
