@@ -195,7 +195,7 @@ def _expect_equal_passes(
 def check_passes_by_epoch_equal_mmpretrains_own(world: Communicator) -> None:
     """A network of mmpretrain: its own hook's numbers, with its layers and with ours."""
     ours = {"type": "multibn.PreciseBNHook", "num_samples": 16, "interval": 1}
-    ours |= {"estimator": "mean_of_var", "progress": False}
+    ours["estimator"] = "mean_of_var"
     epoch = 24 // (4 * world.size)
     with openmmlab():
         for norm_type in ("BN", "multibn.SyncBatchNorm"):
@@ -208,7 +208,7 @@ def check_passes_by_iteration_equal_mmpretrains_own(world: Communicator) -> None
     """The same two arguments, by position, and the same passes, every 5 iterations."""
     with openmmlab():
         for iterations, after in ((25, [5, 10, 15, 20, 25]), (8, [5])):
-            ours = PreciseBNHook(16, 5, estimator="mean_of_var", progress=False)
+            ours = PreciseBNHook(16, 5, estimator="mean_of_var")
             _expect_equal_passes(
                 100 * world.size, "BN", ours, after, 5, by_epoch=False, max_iters=iterations
             )

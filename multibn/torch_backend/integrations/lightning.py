@@ -65,13 +65,10 @@ class PreciseBN(Callback):
 
     Parameters
     ----------
-    num_samples, num_iters, estimator, progress
+    num_samples, estimator, forward_fn
         As `multibn.torch_backend.update_bn_stats`; `num_samples` is over all ranks.
     every_n_epochs
         Runs every this many epochs, and after epoch `max_epochs`.
-    forward_fn
-        Called as `forward_fn(pl_module, batch)`. Default: `pl_module(batch)`, or
-        `pl_module(batch[0])` for a tuple or list.
 
     Raises
     ------
@@ -93,33 +90,23 @@ class PreciseBN(Callback):
         num_samples: int | None = None,
         every_n_epochs: int = 1,
         *,
-        num_iters: int | None = None,
         estimator: Estimator = "population",
         forward_fn: Callable[[Any, Any], object] | None = None,
-        progress: bool = True,
     ) -> None:
-        check_arguments(num_samples, num_iters, estimator)
+        check_arguments(num_samples, None, estimator)
         check_int("every_n_epochs", every_n_epochs)
         self.every_n_epochs = every_n_epochs
-        self.options: dict[str, Any] = {
-            "num_samples": num_samples,
-            "num_iters": num_iters,
-            "estimator": estimator,
-            "forward_fn": forward_fn,
-            "progress": progress,
-        }
+        self.options: Any = {"num_samples": num_samples, "estimator": estimator}
+        self.options |= {"forward_fn": forward_fn, "progress": False}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Not on_train_epoch_end, which comes after the epoch's validation. For a loader without a
-        # length, num_training_batches is infinite, and the loop marks its last batch.
-        is_last = (
-            batch_idx + 1 == trainer.num_training_batches
-            or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        )
+        # Not on_train_epoch_end, which comes after the epoch's validation.
         epoch = trainer.current_epoch + 1
-        if is_last and (epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs):
+        if trainer.is_last_batch and (
+            epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
+        ):
             self.update(trainer, pl_module)
 
     def update(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -28,15 +28,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from multibn._typing import check_int
+from multibn._typing import check_choice, check_int
 from multibn.registry import HOOKS, MODELS
 from multibn.torch_backend.layer.modules import SyncBatchNorm
-from multibn.torch_backend.precise_bn import (
-    Estimator,
-    check_arguments,
-    second_reader,
-    update_bn_stats,
-)
+from multibn.torch_backend.precise_bn import Estimator, second_reader, update_bn_stats
 
 MODELS.register_module(module=SyncBatchNorm)
 
@@ -60,17 +55,18 @@ class PreciseBNHook(Hook):
 
     Parameters
     ----------
-    num_samples, num_iters, estimator, progress
-        As `multibn.torch_backend.update_bn_stats`; `num_samples` is over all ranks, and a batch
-        counts as the loader's `batch_size`. Data with fewer samples is taken whole.
+    num_samples
+        As of `multibn.torch_backend.update_bn_stats`, over all ranks; a batch counts as the
+        loader's `batch_size`. Data with fewer samples is taken whole.
     interval
         Epochs from one pass to the next, in IterBasedTrainLoop iterations.
+    estimator
+        As of `update_bn_stats`.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument has another type or value than those above. Before the first iteration, if
-        the batches never end and there is neither `num_samples` nor `num_iters`.
+        If an argument has another type or value than those above.
 
     Examples
     --------
@@ -84,27 +80,17 @@ class PreciseBNHook(Hook):
 
     def __init__(
         self,
-        num_samples: int | None = 8192,
+        num_samples: int = 8192,
         interval: int = 1,
         *,
-        num_iters: int | None = None,
         estimator: Estimator = "population",
-        progress: bool = True,
     ) -> None:
-        check_arguments(num_samples, num_iters, estimator)
+        check_int("num_samples", num_samples)
         check_int("interval", interval)
+        check_choice("estimator", estimator, Estimator)
         self.num_samples = num_samples
         self.interval = interval
-        self.num_iters = num_iters
-        self.options: dict[str, Any] = {"estimator": estimator, "progress": progress}
-
-    def before_train(self, runner: Any) -> None:
-        """Refuse arguments that cannot work in this train loop."""
-        if self.num_samples is None and self.num_iters is None and _stream(runner) is not None:
-            raise ValueError(
-                "`num_samples` or `num_iters` must be an int, as the batches of "
-                f"{type(runner.train_loop).__name__} never end: got None for both."
-            )
+        self.estimator: Estimator = estimator
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
@@ -136,20 +122,19 @@ class PreciseBNHook(Hook):
                 model(*batch, **options)
 
         loader, stream = runner.train_dataloader, _stream(runner)
-        num_samples, num_iters = self.num_samples, self.num_iters
-        if num_samples is not None and (batch_size := _batch_size(loader)):
-            needed = -(-num_samples // (batch_size * get_world_size()))
-            num_samples, num_iters = None, min(needed, num_iters or needed)
-        runner.logger.info(f"Precise batch norm, on {num_iters or 'all'} batches of each rank.")
+        limit = {"num_samples": self.num_samples}
+        if batch_size := _batch_size(loader):
+            limit = {"num_iters": -(-self.num_samples // (batch_size * get_world_size()))}
+        runner.logger.info(f"Precise batch norm, with {limit}.")
         with precision, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`num_.*ended after")  # fewer samples are all taken
             update_bn_stats(
                 model,
                 second_reader(loader) if stream is None else stream,
-                num_samples=num_samples,
-                num_iters=num_iters,
+                estimator=self.estimator,
                 forward_fn=forward,
-                **self.options,
+                progress=False,
+                **limit,
             )
 
 

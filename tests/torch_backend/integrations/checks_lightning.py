@@ -120,7 +120,7 @@ def check_torchs_layer_keeps_its_own_group(world: Communicator) -> None:
 def check_precise_bn_runs_before_validation_and_checkpoints(world: Communicator) -> None:
     """Every second epoch and the last, in whatever order the callbacks are given."""
     with tempfile.TemporaryDirectory() as directory:
-        precise = PreciseBN(every_n_epochs=2, progress=False)
+        precise = PreciseBN(every_n_epochs=2)
         checkpoints = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
         net = _fit(world, _loader(), checkpoints, precise, max_epochs=3)
         saved = [
@@ -147,7 +147,7 @@ class Stream(IterableDataset[Any]):
 
 def check_a_loader_needs_no_length(world: Communicator) -> None:
     loader = DataLoader(Stream(world), BATCH_SIZE)
-    net = _fit(world, loader, PreciseBN(progress=False), max_epochs=1)
+    net = _fit(world, loader, PreciseBN(), max_epochs=1)
     assert _exact(*net.validated[0])
 
 
@@ -158,7 +158,7 @@ def check_limits_precision_and_forward_fn_hold(world: Communicator) -> None:
         shown.append((net.bn.training, torch.is_autocast_enabled("cpu")))
         net(batch[0])
 
-    precise = PreciseBN(num_iters=3, forward_fn=forward, progress=False)
+    precise = PreciseBN(num_samples=6 * BATCH_SIZE, forward_fn=forward)
     limits: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 2}
     net = _fit(world, _loader(), precise, precision="bf16-mixed", **limits)
     assert shown == [(True, True)] * 6
@@ -167,7 +167,7 @@ def check_limits_precision_and_forward_fn_hold(world: Communicator) -> None:
 
 def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
     loader = _loader(num_workers=1, persistent_workers=True)
-    net = _fit(world, loader, PreciseBN(num_iters=1, progress=False), max_epochs=2)
+    net = _fit(world, loader, PreciseBN(num_samples=1), max_epochs=2)
     assert len(net.batches) == 2 * -(-SAMPLES // world.size // BATCH_SIZE)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -41,7 +40,6 @@ with frameworks_warnings():
     from mmengine.registry import MODELS
     from mmengine.runner import Runner
 
-    from multibn.torch_backend.integrations.mmengine import PreciseBNHook
 
 SAMPLES = 20
 BATCH_SIZE = 3
@@ -174,7 +172,7 @@ def _train(
             },
             custom_hooks=[
                 {"type": "EMAHook"},
-                {"type": "multibn.PreciseBNHook", "progress": False, **hook},
+                {"type": "multibn.PreciseBNHook", **hook},
                 passes,
             ],
         )
@@ -194,7 +192,7 @@ def _iterations(world: Communicator) -> int:
 def check_the_hook_runs_every_second_epoch(world: Communicator) -> None:
     """Checkpoints and the averaged model have the statistics."""
     with tempfile.TemporaryDirectory() as directory:
-        runner, after = _train({"interval": 2, "num_samples": None}, directory, max_epochs=2)
+        runner, after = _train({"interval": 2}, directory, max_epochs=2)
         files = {
             epoch: _saved(directory, f"epoch_{epoch}.pth")
             for epoch in (1, 2)
@@ -213,7 +211,7 @@ def check_the_hook_runs_every_second_epoch(world: Communicator) -> None:
 def check_the_hook_runs_every_second_iteration(world: Communicator) -> None:
     """With an endless sampler: on the next batches of the training."""
     runner, after = _train(
-        {"interval": 2, "num_samples": None, "num_iters": 4},
+        {"interval": 2, "num_samples": 4 * BATCH_SIZE * world.size},
         sampler="InfiniteSampler",
         by_epoch=False,
         max_iters=4,
@@ -253,7 +251,7 @@ def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
 def check_a_pass_takes_all_data_whatever_training_has_seen(world: Communicator) -> None:
     """With a sampler that begins anew, a pass takes all data, whatever the training has seen."""
     runner, after = _train(
-        {"interval": 2, "num_samples": None},
+        {"interval": 2},
         loader={"batch_size": 2},
         by_epoch=False,
         max_iters=4,  # fewer than the data has, after which mmengine sleeps for 2 s
@@ -271,7 +269,7 @@ def check_a_model_may_have_a_step_of_its_own(world: Communicator) -> None:
 
 
 def check_a_pass_runs_in_the_precision_of_training(world: Communicator) -> None:
-    runner, _ = _train({"num_samples": None}, wrapper=Amp, max_epochs=1)
+    runner, _ = _train({}, wrapper=Amp, max_epochs=1)
     assert runner.model.module.passes == {(True, True), (False, True)}
     _assert_population(runner)
 
@@ -283,19 +281,3 @@ def check_our_function_reverts_to_the_original_classes(world: Communicator) -> N
     with frameworks_warnings():
         assert type(mmengine_revert(model)[0]) is converted is not nn.BatchNorm2d  # type: ignore[index, unused-ignore]
     assert type(revert_sync_batchnorm(model)[0]) is nn.BatchNorm2d
-
-
-def check_bad_arguments_are_refused_before_training(world: Communicator) -> None:
-    """Refused when the hook is built, or before the first iteration."""
-    hook = PreciseBNHook(12, 3)
-    assert (hook.num_samples, hook.interval) == (12, 3)
-    net = Net()
-    with pytest.raises(ValueError, match=r"`num_samples` or `num_iters` must be.*IterBased"):
-        _train(
-            {"num_samples": None},
-            sampler="InfiniteSampler",
-            by_epoch=False,
-            model=MMDistributedDataParallel(net),
-            max_iters=2,
-        )
-    assert net.num_trained == 0
