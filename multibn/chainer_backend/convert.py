@@ -45,6 +45,7 @@ def create_mnbn_model(
     ------
     TypeError, ValueError
         As `MultiNodeBatchNormalization`, also for `decay` and `eps` of the model's links.
+        ValueError for a link that takes its size from an input, before the first one.
 
     Warns
     -----
@@ -71,13 +72,13 @@ def create_mnbn_model(
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
 
     def convert(old: Any) -> Any:
+        if old.avg_mean is None:
+            raise ValueError(
+                "batch normalization links must have a size: got one in `link` that has seen no "
+                "input yet. Call the model once before."
+            )
         # `_copy_with` brings the old link's attributes, and its parameters, if there are any.
         new = make(1, decay=old.decay, eps=old.eps, use_gamma=False, use_beta=False)
-        if old.avg_mean is None:  # a lazy link, whose averages begin at its first input
-            new._initial_averages = (
-                0 if old._initial_avg_mean is None else old._initial_avg_mean,
-                1 if old._initial_avg_var is None else old._initial_avg_var,
-            )
         new._single_node_class = type(old)
         return new
 
@@ -111,8 +112,7 @@ def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
 
     def revert(old: Any) -> Any:
         new = old._single_node_class.__new__(old._single_node_class)
-        initial = old._initial_averages if old.avg_mean is None else (None, None)
-        new._initial_avg_mean, new._initial_avg_var = initial
+        new._initial_avg_mean = new._initial_avg_var = None
         return new
 
     return _copy_with(

@@ -123,14 +123,14 @@ class FinetunePopulationStatistics(training.Extension):
         norms = _norms(self._target)
         run = Pass(norms, participants(self._target, self._comm), _WORDS)
         with (
-            _unchanged(self._target, self._function),
+            _unchanged(self._target),
             chainer.using_config("train", True),
             chainer.no_backprop_mode(),
             _Watch(norms, run),
         ):
             for norm in norms:
                 norm.link.start_finetuning()
-            total = _num_batches(self._iterator)
+            total = length_hint(self._iterator) or None
             run.run(self._batches(), self._forward, progress=self._progress, total=total)
         list(run.write())
 
@@ -203,7 +203,7 @@ class _Watch(chainer.LinkHook):
         norm = self._norms.get(id(args.link))
         if norm is None:
             return
-        x = functions.standard_layout(input_of(args.args, args.kwargs))
+        x = input_of(args.args, args.kwargs)
         layout = norm.link.avg_mean.shape, norm.link.axis
         try:
             axis, _ = functions.check_input(x, *layout, SingleProcess())
@@ -220,7 +220,7 @@ class _Watch(chainer.LinkHook):
 
 
 @contextmanager
-def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
+def _unchanged(target: chainer.Link) -> Iterator[None]:
     """Restore persistent values, arrays in place, and NumPy's random state; drop reports."""
     persistent = [
         (link, name, value, copy.deepcopy(value))
@@ -230,12 +230,10 @@ def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
     ]
     in_steps = {link: steps.pop(link) for link in target.links() if link in steps}
     random_state = np.random.get_state()  # noqa: NPY002 (Chainer's dropout uses this state)
-    reporter = chainer.Reporter()
-    for link in (target, function):  # the function may be a chain that contains the target
-        if isinstance(link, chainer.Link):
-            reporter.add_observers("target", link.namedlinks())
+    reporter: Any = chainer.Reporter()
+    reporter.report = lambda *_: None
     try:
-        with reporter.scope({}):
+        with reporter:
             yield
     finally:
         np.random.set_state(random_state)  # noqa: NPY002
@@ -244,9 +242,3 @@ def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
             link.__dict__[name] = value
             if isinstance(value, chainer.get_array_types()):
                 value[...] = before
-
-
-def _num_batches(iterator: Any) -> int | None:
-    if hasattr(iterator, "dataset") and hasattr(iterator, "batch_size"):
-        return -(-len(iterator.dataset) // iterator.batch_size)
-    return length_hint(iterator) or None

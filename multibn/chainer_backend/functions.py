@@ -37,15 +37,6 @@ def normalize(i: Input, communicator: Communicator, /, *, weighting: Weighting) 
     return y
 
 
-def standard_layout(x: Any, /) -> Any:
-    """`x` as a Variable whose array has the shape `(N, C, *spatial)`; a view, differentiable.
-
-    The array of a Variable in cuDNN's channels-last layout has the shape `(N, *spatial, C)`, and
-    Chainer's functions refuse such a Variable.
-    """
-    return x.as_layout(None) if isinstance(x, Variable) else x
-
-
 def checked_axes(axis: Any, /) -> tuple[int, ...]:
     """The axes to reduce; raises for `axis` unless it is an int or an ascending tuple of ints."""
     axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
@@ -59,7 +50,7 @@ def checked_axes(axis: Any, /) -> tuple[int, ...]:
 
 def check_input(
     x: Any,
-    channels: tuple[int, ...] | None,
+    channels: tuple[int, ...],
     axis: tuple[int, ...] | None,
     communicator: Communicator,
     /,
@@ -70,46 +61,33 @@ def check_input(
     """The axes to reduce, and the engine's mask.
 
     Raises unless `x` is floating-point, its other axes are `channels`, and the mask fits.
-    Collective only if it raises: then the other ranks raise, too. `channels=None` accepts any shape
-    without 0. `axis=None` is Chainer's rule: the channel axes start at 1, all others are reduced.
+    Collective only if it raises: then the other ranks raise, too. `axis=None` is Chainer's rule:
+    the channel axes start at 1, all others are reduced.
     """
     if axis is None:
-        num_channel_axes = 1 if channels is None else len(channels)
-        axis = statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + num_channel_axes))
+        axis = statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + len(channels)))
+    is_array = isinstance(x, (Variable, *chainer.get_array_types()))
     try:
-        _check(x, channels, axis)
+        if not is_array:
+            kind = type(x).__qualname__
+            raise TypeError(f"the input must be a Variable or an array: got {kind}.")
+        if not axis or max(axis) >= x.ndim or x.ndim < 2:
+            raise ValueError(
+                "the input must have 2 or more dimensions and all of the axes to reduce, "
+                f"{axis}: got shape {x.shape}."
+            )
+        if (actual := statistics.channels(x.shape, axis)) != channels:
+            raise ValueError(
+                f"the input must have channels of shape {channels}, the link's `size`: got "
+                f"{actual} in shape {x.shape} with axes {axis} reduced."
+            )
+        if x.dtype.kind != "f":
+            raise statistics.not_floating(x)
         return axis, masks.checked(chainer.as_array(x), mask, lengths, axis=axis)
     except (TypeError, ValueError) as error:
-        # The message that the other ranks expect has a length that depends on the channels.
-        channels = channels or statistics.channels(getattr(x, "shape", ()), axis)
-        if channels and 0 not in channels:
-            like = chainer.as_array(x) if isinstance(x, _arrays()) else np.zeros(())
-            statistics.refuse(communicator, math.prod(channels), like=like, error=error)
+        like = chainer.as_array(x) if is_array else np.zeros(())
+        statistics.refuse(communicator, math.prod(channels), like=like, error=error)
         raise
-
-
-def _arrays() -> Any:
-    return (Variable, *chainer.get_array_types())
-
-
-def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> None:
-    if not isinstance(x, _arrays()):
-        raise TypeError(f"the input must be a Variable or an array: got {type(x).__qualname__}.")
-    if not axis or max(axis) >= x.ndim or x.ndim < 2:
-        raise ValueError(
-            f"the input must have 2 or more dimensions and all of the axes to reduce, {axis}: "
-            f"got shape {x.shape}."
-        )
-    actual = statistics.channels(x.shape, axis)
-    if 0 in actual:
-        raise ValueError(f"the input must have channels: got {actual} in shape {x.shape}.")
-    if channels is not None and actual != channels:
-        raise ValueError(
-            f"the input must have channels of shape {channels}, the link's `size`: got {actual} in "
-            f"shape {x.shape} with axes {axis} reduced."
-        )
-    if x.dtype.kind != "f":
-        raise statistics.not_floating(x)
 
 
 class BatchNormalization(FunctionNode):

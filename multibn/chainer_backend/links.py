@@ -20,7 +20,6 @@ from multibn.communicators.conversation import Conversation
 from multibn.communicators.outcomes import Nonfinite
 from multibn.communicators.people import find_path
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
-from multibn.engine import statistics
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.kernels import Running
@@ -40,8 +39,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     Parameters
     ----------
     size
-        Channels: a positive int or the shape of the channel axes. None, which needs `axis`, takes
-        them from the first input.
+        Channels: a positive int or the shape of the channel axes.
     comm
         Anything that `multibn.as_communicator` takes, a ChainerMN communicator for example.
     decay
@@ -104,7 +102,7 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     def __init__(
         self,
-        size: int | tuple[int, ...] | None,
+        size: int | tuple[int, ...],
         comm: CommunicatorLike,
         decay: float = 0.9,
         eps: float = 2e-5,
@@ -121,8 +119,6 @@ class MultiNodeBatchNormalization(chainer.Link):
         nonfinite: Nonfinite = None,
     ) -> None:
         super().__init__()
-        if size is None and axis is None:
-            raise ValueError("`size` or `axis` must be given: got None for both.")
         check_number("decay", decay, "[0, 1]")
         check_eps(eps)
         check_choice("weighting", weighting, Weighting)
@@ -140,17 +136,15 @@ class MultiNodeBatchNormalization(chainer.Link):
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
         if self._highprec_dtype.kind != "f":
             raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")
-        self._initial_averages = (0, 0)  # `create_mnbn_model` sets those of a lazy link
+        channels = _channels(size)
         self.add_persistent("N", 0)
-        self.add_persistent("avg_mean", None)
-        self.add_persistent("avg_var", None)
+        self.add_persistent("avg_mean", np.zeros(channels, self._highprec_dtype))
+        self.add_persistent("avg_var", np.zeros(channels, self._highprec_dtype))
         with self.init_scope():
             if use_gamma:
                 self.gamma = self._parameter(1 if initial_gamma is None else initial_gamma)
             if use_beta:
                 self.beta = self._parameter(0 if initial_beta is None else initial_beta)
-        if size is not None:
-            self._initialize(_channels(size))
 
     @property
     def conversation(self) -> Conversation:
@@ -192,7 +186,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         Parameters
         ----------
         x
-            The input, of a real floating-point dtype, in any layout of Chainer's.
+            The input, of a real floating-point dtype.
         finetune
             In training, average the statistics cumulatively, all batches alike, instead of with
             `decay`: see `start_finetuning`.
@@ -223,17 +217,12 @@ class MultiNodeBatchNormalization(chainer.Link):
         `gamma` and `beta`. A backward pass with a graph computes in float64 and repeats the forward
         pass's allreduce; each of its allreduces has another one in the next derivative.
         """
-        v = functions.standard_layout(x)
         communicator = self.conversation if chainer.config.train else SingleProcess()
-        channels = None if self.avg_mean is None else self.avg_mean.shape
         axis, mask = functions.check_input(
-            v, channels, self.axis, communicator, mask=mask, lengths=lengths
+            x, self.avg_mean.shape, self.axis, communicator, mask=mask, lengths=lengths
         )
-        if self.avg_mean is None:
-            self._initialize(statistics.channels(v.shape, axis))
-        i = Input(v, self.gamma, self.beta, self.eps, axis, mask=mask)
-        y = self._train(i, finetune) if chainer.config.train else self._evaluate(i)
-        return y.as_layout(x.layout) if isinstance(x, chainer.Variable) else y
+        i = Input(x, self.gamma, self.beta, self.eps, axis, mask=mask)
+        return self._train(i, finetune) if chainer.config.train else self._evaluate(i)
 
     def _train(self, i: Input, finetune: bool) -> chainer.Variable:
         momentum = None if finetune else 1.0 - self.decay
@@ -271,17 +260,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     def _parameter(self, initial: Any) -> chainer.Parameter:
         initializer = initializers._get_initializer(initial)
         initializer.dtype = self._highprec_dtype
-        return chainer.Parameter(initializer)
-
-    def _initialize(self, channels: tuple[int, ...]) -> None:
-        where: Any = {"xp": self.xp, "dtype": self._highprec_dtype, "device": self.device}
-        self.avg_mean, self.avg_var = (
-            initializers.generate_array(initializers._get_initializer(v), channels, **where)
-            for v in self._initial_averages
-        )
-        for parameter in (self.gamma, self.beta):
-            if parameter is not None:
-                parameter.initialize(channels)
+        return chainer.Parameter(initializer, self.avg_mean.shape)
 
 
 # Not attributes of the links: a copy of a link needs its own conversation, with its own name.

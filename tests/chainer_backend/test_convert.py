@@ -44,7 +44,7 @@ def model() -> Any:
     norm.gamma.array[...] = [1, 2, 3]
     norm.avg_mean[...] = [4, 5, 6]
     rest = chainer.Sequential(L.Linear(3, 4), L.BatchNormalization(4, eps=0.1, decay=0.8), F.relu)
-    m = Nets(Net(norm), rest, norm, L.BatchNormalization(axis=0, initial_avg_var=2))
+    m = Nets(Net(norm), rest, norm)
     m.alias = [norm]
     return m
 
@@ -76,7 +76,7 @@ def test_every_container_is_converted_and_reverted() -> None:
     shared = create_mnbn_model(first, ALONE, weighting="rank", avg_var="biased")
     assert_alike(shared, first)
     assert (shared[2].weighting, shared[2].avg_var_convention) == ("rank", "biased")
-    assert {type(shared[2]), type(shared[1][1]), type(shared[3])} == {MultiNodeBatchNormalization}
+    assert {type(shared[2]), type(shared[1][1])} == {MultiNodeBatchNormalization}
     assert type(first[2]) is Named
     x = np.random.default_rng(0).normal(size=(6, 3)).astype("f")
     shared[1](shared[2](x))
@@ -89,7 +89,6 @@ def test_every_container_is_converted_and_reverted() -> None:
     assert type(create_mnbn_model(back, ALONE)[2]) is MultiNodeBatchNormalization
 
 
-@pytest.mark.parametrize("size", [3, None])
 @pytest.mark.parametrize(
     "options",
     [
@@ -99,10 +98,10 @@ def test_every_container_is_converted_and_reverted() -> None:
         {"axis": (0, 1, 2), "use_beta": False, "use_gamma": False},
     ],
 )
-def test_links_of_all_options_go_there_and_back(size: int | None, options: Any) -> None:
-    """ChainerMN's function raises where a parameter or the size is missing, and drops `axis`."""
+def test_links_of_all_options_go_there_and_back(options: Any) -> None:
+    """ChainerMN's function raises where a parameter is missing, and drops `axis`."""
     x = np.random.default_rng(0).normal(size=(4, 5, 6, 3)).astype("f")
-    link = L.BatchNormalization(size, **options)
+    link = L.BatchNormalization(3, **options)
     new = create_mnbn_model(link, ALONE)
     back = pickle.loads(pickle.dumps(revert_mnbn_model(new)))
     expected = link(x).array
@@ -114,10 +113,9 @@ def test_links_of_all_options_go_there_and_back(size: int | None, options: Any) 
         np.testing.assert_allclose(other.avg_var, link.avg_var, rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [3, None])
-def test_links_that_were_built_as_such_are_reverted(size: int | None) -> None:
+def test_links_that_were_built_as_such_are_reverted() -> None:
     x = np.random.default_rng(0).normal(size=(6, 3)).astype("f")
-    back = revert_mnbn_model(MultiNodeBatchNormalization(size, ALONE, axis=0))
+    back = revert_mnbn_model(MultiNodeBatchNormalization(3, ALONE, axis=0))
     assert type(back) is L.BatchNormalization
     back(x)
     np.testing.assert_allclose(back.avg_var, 0.1 * x.var(0, ddof=1), rtol=1e-5)
@@ -128,6 +126,11 @@ def test_the_numbers_of_links_are_checked(name: str, value: float) -> None:
     link = L.BatchNormalization(3, **{name: value})
     with pytest.raises(ValueError, match=f"`{name}` must be .*: got {value}"):
         create_mnbn_model(chainer.ChainList(link), ALONE)
+
+
+def test_a_link_without_a_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have a size: got one in `link` that has seen no"):
+        create_mnbn_model(chainer.ChainList(L.BatchNormalization(axis=0)), ALONE)
 
 
 def test_revert_names_what_it_leaves_alone() -> None:

@@ -102,9 +102,7 @@ def dataset() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["SerialIterator", "MultithreadIterator"])
-def test_finetuning_takes_iterators_and_classifiers(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finetuning_takes_iterators_and_classifiers(kind: str) -> None:
     pairs, xs = dataset()
     iterator = getattr(chainer.iterators, kind)(pairs, 4, repeat=False)
     model = L.Classifier(chainer.Sequential(L.BatchNormalization(C), F.relu))
@@ -116,21 +114,8 @@ def test_finetuning_takes_iterators_and_classifiers(
         assert model.predictor[0].N == 3
     predictor = chainer.Sequential(L.BatchNormalization(C))
     loss = L.Classifier(predictor)
-    FinetunePopulationStatistics(iterator, predictor, eval_func=loss)()
+    FinetunePopulationStatistics(iterator, predictor, eval_func=loss, progress=False)()
     np.testing.assert_allclose(predictor[0].avg_mean, xs.mean(0), rtol=1e-5)
-    pytest.importorskip("tqdm")
-    assert "3/3" in capsys.readouterr().err  # as many as the iterator will give
-
-
-@pytest.mark.parametrize("attributes", [{"dataset": [0]}, {"batch_size": 4}], ids=str)
-def test_an_iterable_need_not_be_an_iterator_of_chainers(attributes: dict[str, Any]) -> None:
-    class Batches(list):
-        pass
-
-    data, link = Batches(batches()), shared()
-    vars(data).update(attributes)
-    finetune(data, link)
-    assert_population(link, batches())
 
 
 def test_a_converter_gets_the_device_of_the_model_or_the_one_that_is_named() -> None:
