@@ -270,13 +270,10 @@ _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionar
 steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
 
 
-_OPTIONS = ("decay", "eps", "weighting", "nonfinite")
-
-
 def options_of(link: Any) -> dict[str, object]:
     """The options of a link, which must be equal on all ranks."""
-    options = {name: getattr(link, name) for name in _OPTIONS}
-    return options | {"avg_var": link.avg_var_convention, "axis": link.axis}
+    names = "decay", "eps", "weighting", "nonfinite", "axis"
+    return {name: getattr(link, name) for name in names} | {"avg_var": link.avg_var_convention}
 
 
 def _name(link: chainer.Link | None) -> str:
