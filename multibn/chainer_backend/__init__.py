@@ -8,7 +8,6 @@ from multibn.chainer_backend import compat
 compat.make_importable()
 
 from multibn.chainer_backend.convert import create_mnbn_model as create_mnbn_model
-from multibn.chainer_backend.convert import revert_mnbn_model as revert_mnbn_model
 from multibn.chainer_backend.extensions import (
     FinetunePopulationStatistics as FinetunePopulationStatistics,
 )

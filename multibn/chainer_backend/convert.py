@@ -1,8 +1,7 @@
-"""Exchange the batch normalization links of a model for multi-node ones, and back."""
+"""Exchange the batch normalization links of a model for multi-node ones."""
 
 import copy
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,12 +10,8 @@ from chainer import links as L
 
 from multibn._typing import RunningVar, Weighting, overridden
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
-from multibn.communicators import CommunicatorLike, SingleProcess
+from multibn.communicators import CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
-
-# Attributes that L.BatchNormalization does not have.
-_MULTI_NODE = {*vars(MultiNodeBatchNormalization(1, SingleProcess())), "_single_node_class"}
-_MULTI_NODE -= {*vars(L.BatchNormalization(1))}
 
 
 def create_mnbn_model(
@@ -32,7 +27,8 @@ def create_mnbn_model(
 
     Takes the place of chainermn.links.create_mnbn_model. A deep copy: it shares no array with
     `link`, and shares inside of itself the parameters and links that `link` does. Parameters,
-    moving averages, `axis`, `decay` and `eps` carry over. Not collective.
+    moving averages, `axis`, `decay` and `eps` carry over. The way back is Chainer's
+    `link.copyparams(model)`, which copies parameters and moving averages. Not collective.
 
     Parameters
     ----------
@@ -70,76 +66,32 @@ def create_mnbn_model(
         nonfinite=nonfinite,
     )
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
-
-    def convert(old: Any) -> Any:
-        if old.avg_mean is None:
-            raise ValueError(
-                "batch normalization links must have a size: got one in `link` that has seen no "
-                "input yet. Call the model once before."
-            )
-        # `_copy_with` brings the old link's attributes, and its parameters, if there are any.
-        new = make(1, decay=old.decay, eps=old.eps, use_gamma=False, use_beta=False)
-        new._single_node_class = type(old)
-        return new
-
-    if not any(isinstance(each, L.BatchNormalization) for each in link.links()):
+    norms = [each for each in link.links() if isinstance(each, L.BatchNormalization)]
+    if not norms:
         warnings.warn(
             "`link` has no L.BatchNormalization: nothing is converted. Links of ChainerMN's own "
             "stay as they are: build the model with L.BatchNormalization.",
             stacklevel=2,
         )
-    return _copy_with(link, L.BatchNormalization, convert, "its statistics stay local")
-
-
-def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
-    """A copy of a model in which every `MultiNodeBatchNormalization` is an L.BatchNormalization.
-
-    The inverse of `create_mnbn_model`: a converted link gets its old class back. For evaluation,
-    for training in one process, and for files that a reader without multibn can load. `weighting`
-    and `avg_var` are lost. Not collective.
-
-    Warns
-    -----
-    UserWarning
-        As `create_mnbn_model`.
-
-    Examples
-    --------
-    >>> from multibn.chainer_backend import MultiNodeBatchNormalization, revert_mnbn_model
-    >>> type(revert_mnbn_model(MultiNodeBatchNormalization(8, None))).__name__
-    'BatchNormalization'
-    """
-
-    def revert(old: Any) -> Any:
-        new = old._single_node_class.__new__(old._single_node_class)
-        new._initial_avg_mean = new._initial_avg_var = None
-        return new
-
-    return _copy_with(
-        link, MultiNodeBatchNormalization, revert, "it goes on sharing its statistics"
-    )
-
-
-def _copy_with(
-    link: chainer.Link, cls: type, convert: Callable[[Any], Any], consequence: str
-) -> chainer.Link:
-    """A deep copy of `link` in which `convert` replaces all links of `cls`.
-
-    The memo of the deep copy holds the new links, so that they replace the old ones in children,
-    Sequentials and any other attributes, and shared parameters stay shared.
-    """
+    # The memo of the deep copy holds the new links, so that they replace the old ones in children,
+    # Sequentials and any other attributes, and shared parameters stay shared.
     memo: dict[int, Any] = {}
-    for old in link.links():
-        if not isinstance(old, cls):
-            continue
-        if names := overridden(type(old), lambda other: other is cls):
+    for old in norms:
+        if names := overridden(type(old), lambda cls: cls is L.BatchNormalization):
             warnings.warn(
-                f"{type(old).__module__}.{type(old).__qualname__} is copied as it is, "
-                f"{consequence}: its class overrides {', '.join(names)}, which would be lost.",
-                stacklevel=3,
+                f"{type(old).__module__}.{type(old).__qualname__} is copied as it is, its "
+                f"statistics stay local: its class overrides {', '.join(names)}, which would be "
+                "lost.",
+                stacklevel=2,
             )
             continue
-        new = memo[id(old)] = convert(old)
-        attributes = {k: v for k, v in old.__dict__.items() if k not in _MULTI_NODE}
-        new.__dict__.update(copy.deepcopy(attributes, memo))
+        if old.avg_mean is None:
+            raise ValueError(
+                "batch normalization links must have a size: got one in `link` that has seen no "
+                "input yet. Call the model once before."
+            )
+        # The old link's parameters, if there are any, come with its attributes.
+        new = make(1, decay=old.decay, eps=old.eps, use_gamma=False, use_beta=False)
+        memo[id(old)] = new
+        new.__dict__.update(copy.deepcopy(old.__dict__, memo))
     return copy.deepcopy(link, memo)

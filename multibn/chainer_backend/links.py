@@ -9,7 +9,6 @@ import chainer
 import numpy as np
 from chainer import functions as F
 from chainer import initializers
-from chainer import links as L
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_ints, check_number
 from multibn.chainer_backend import functions
@@ -97,8 +96,6 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     gamma: Any = None
     beta: Any = None
-    # The class before `create_mnbn_model`, for `revert_mnbn_model`.
-    _single_node_class: Any = L.BatchNormalization
 
     def __init__(
         self,
