@@ -9,7 +9,7 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer import functions as F
 
-from multibn._typing import Array, Weighting, check_ints
+from multibn._typing import Array, Weighting, check_ints, check_residual
 from multibn.communicators import Communicator
 from multibn.communicators.outcomes import raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
@@ -29,7 +29,7 @@ def normalize(i: Input, communicator: Communicator, /, *, weighting: Weighting) 
             "those of the first batch. Remove the decorator, which may stay for evaluation."
         )
     function = BatchNormalization(i, communicator, weighting)
-    arrays = [v for v in i[:3] if v is not None]
+    arrays = [getattr(i, name) for name in function.names]
     function.needed = chainer.config.enable_backprop and any(
         getattr(v, "requires_grad", False) for v in arrays
     )
@@ -55,18 +55,20 @@ def check_input(
     communicator: Communicator,
     /,
     *,
+    residual: Any = None,
     mask: Any = None,
     lengths: Any = None,
 ) -> tuple[tuple[int, ...], Array | None]:
     """The axes to reduce, and the engine's mask.
 
-    Raises unless `x` is floating-point, its other axes are `channels`, and the mask fits.
+    Raises unless `x` is floating-point, its other axes are `channels`, and mask and residual fit.
     Collective only if it raises: then the other ranks raise, too. `axis=None` is Chainer's rule:
     the channel axes start at 1, all others are reduced.
     """
     if axis is None:
         axis = statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + len(channels)))
-    is_array = isinstance(x, (Variable, *chainer.get_array_types()))
+    arrays = Variable, *chainer.get_array_types()
+    is_array = isinstance(x, arrays)
     try:
         if not is_array:
             kind = type(x).__qualname__
@@ -83,11 +85,17 @@ def check_input(
             )
         if x.dtype.kind != "f":
             raise statistics.not_floating(x)
+        if residual is not None:
+            check_residual(residual, x, arrays, "a Variable or an array")
         return axis, masks.checked(chainer.as_array(x), mask, lengths, axis=axis)
     except (TypeError, ValueError) as error:
         like = chainer.as_array(x) if is_array else np.zeros(())
         statistics.refuse(communicator, math.prod(channels), like=like, error=error)
         raise
+
+
+# The arguments of a pass that are inputs of a node, in their order.
+_INPUTS = "x", "weight", "bias", "residual"
 
 
 class BatchNormalization(FunctionNode):
@@ -103,11 +111,13 @@ class BatchNormalization(FunctionNode):
         super().__init__()
         self.communicator, self._weighting = communicator, weighting
         # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
-        self.input = i._replace(x=None, weight=None, bias=None)
-        self.names = [name for name in ("x", "weight", "bias") if getattr(i, name) is not None]
+        self.input = i._replace(x=None, weight=None, bias=None, residual=None)
+        self.names = [name for name in _INPUTS if getattr(i, name) is not None]
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        self.retain_inputs(range(len(inputs)))
+        self.retain_inputs([k for k, name in enumerate(self.names) if name != "residual"])
+        if self.input.relu:
+            self.retain_outputs((0,))
         y, self.batch = step.forward(
             self._filled(inputs),
             self.communicator,
@@ -119,30 +129,38 @@ class BatchNormalization(FunctionNode):
         return (y,)
 
     def _filled(self, inputs: Sequence[Any]) -> Input:
-        """The arguments of the pass, with the node's inputs in their places."""
-        return self.input._replace(**dict(zip(self.names, inputs, strict=True)))
+        """The arguments of the pass, with the node's inputs, or those retained, in their places."""
+        return self.input._replace(**dict(zip(self.names, inputs, strict=False)))
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
         inputs = self.get_retained_inputs()
+        y = self.get_retained_outputs()[0].array if self.input.relu else None
         if chainer.config.enable_backprop:  # enable_double_backprop=True
-            found = self._differentiable_gradients(self._filled(inputs), *grad_outputs)
+            dy = masked(grad_outputs[0], self.input.mask if y is None else y > 0)
+            found = self._differentiable_gradients(self._filled(inputs), dy)
             return tuple(found[name] for name in self.names)
         (dy,) = map(chainer.as_array, grad_outputs)
         if chainer.is_debug():
             counted = generic.masked(dy, self.input.mask)
             raise_for_nan_gradients(self.communicator, bool((counted != counted).any()))
-        g = Gradient(dy, self._filled([*map(chainer.as_array, inputs)]), self.batch)
-        dx, _, *parameters = step.backward(g, self.communicator, means=True)
-        gradients = [dx, *(p for p in parameters if p is not None)]
+        i = self._filled([*map(chainer.as_array, inputs)])
+        has_residual = "residual" in self.names
+        # Without a residual, `x` has the signs.
+        g = Gradient(dy, i, self.batch, y if has_residual else None)
+        dx, dresidual, *parameters = step.backward(g, self.communicator, means=True)
+        if has_residual and dresidual is None:
+            dresidual = generic.residual_gradient(g)
+        gradients = [v for v in (dx, *parameters, dresidual) if v is not None]
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
     def _differentiable_gradients(self, i: Input, dy: Variable) -> dict[str, Variable]:
         """The gradient of each input, by functions that Chainer can differentiate.
 
         For second derivatives: the analytic pass needs less time and memory. The ranks share sums;
-        the derivative of such a sum is one more sum over the ranks.
+        the derivative of such a sum is one more sum over the ranks. `dy` is the gradient of the
+        residual: 0 where the mask is False, or a ReLU gave 0.
         """
         x, gamma, beta, eps, axis = i[:5]
         size = self.communicator.size
@@ -160,13 +178,13 @@ class BatchNormalization(FunctionNode):
         e = float(self.batch.element_weight)
         # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
         d = masked(F.cast(x, np.float64) - per_channel(self.batch.mean), i.mask)
-        dy = masked(F.cast(dy, np.float64), i.mask)
+        found, dy = {"residual": dy}, F.cast(dy, np.float64)
         mean, meansqr = sums(e * d, e * d * d)
         invstd = (meansqr - mean * mean + eps) ** -0.5
         xhat = masked((d - per_channel(mean)) * per_channel(invstd), i.mask)
         sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
         dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), i.mask)
-        scale, found = invstd, {}
+        scale = invstd
         if gamma is not None:
             (copied,) = _Copied(self.communicator, 1 / size).apply((gamma,))
             scale = scale * F.cast(copied, np.float64)
@@ -177,7 +195,7 @@ class BatchNormalization(FunctionNode):
 
 
 def masked(v: Variable, mask: Array | None, /) -> Variable:
-    """`v`, and 0 where the engine's mask is False."""
+    """`v`, and 0 where the mask, which broadcasts to `v`, is False."""
     if mask is None:
         return v
     xp = chainer.backend.get_array_module(mask)

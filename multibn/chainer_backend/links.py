@@ -65,6 +65,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,
         nothing moves, and a RuntimeWarning names the link. None: `"skip"` for float16, `"raise"`
         for other dtypes.
+    fuse_relu
+        Whether the link ends in a ReLU; `link(x, residual=residual)` adds an array like `x` before
+        the ReLU, in the same pass.
 
     Attributes
     ----------
@@ -114,6 +117,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         weighting: Weighting = "element",
         avg_var: RunningVar = "unbiased_global",
         nonfinite: Nonfinite = None,
+        fuse_relu: bool = False,
     ) -> None:
         super().__init__()
         check_number("decay", decay, "[0, 1]")
@@ -129,6 +133,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.decay = decay
         self.eps = eps
         self.nonfinite: Nonfinite = nonfinite
+        self.fuse_relu = fuse_relu
         self.axis = None if axis is None else functions.checked_axes(axis)
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
         if self._highprec_dtype.kind != "f":
@@ -175,6 +180,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         x: Any,
         finetune: bool = False,
         *,
+        residual: Any = None,
         mask: Any = None,
         lengths: Any = None,
     ) -> chainer.Variable:
@@ -187,6 +193,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         finetune
             In training, average the statistics cumulatively, all batches alike, instead of with
             `decay`: see `start_finetuning`.
+        residual
+            Variable or array of the shape and dtype of `x` that is added to the output, before the
+            ReLU of `fuse_relu=True`.
         mask, lengths
             Which elements count: booleans of the shape of `x` without the channel axes, or one that
             broadcasts to it; or integers of shape `(N,)`, for each sample the number of elements of
@@ -196,8 +205,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         Raises
         ------
         TypeError, ValueError
-            If `x` is not floating-point, or its shape, `mask` or `lengths` does not fit. ValueError
-            if all ranks hold one value per channel together, or if a mask leaves none.
+            If `x` is not floating-point, or its shape, `residual`, `mask` or `lengths` does not
+            fit. ValueError if all ranks hold one value per channel together, or if a mask leaves
+            none.
         RuntimeError
             On the other ranks, if one rank's input was refused. On all ranks, if they are in
             different links, or in different phases of one link.
@@ -215,10 +225,10 @@ class MultiNodeBatchNormalization(chainer.Link):
         pass's allreduce; each of its allreduces has another one in the next derivative.
         """
         communicator = self.conversation if chainer.config.train else SingleProcess()
-        axis, mask = functions.check_input(
-            x, self.avg_mean.shape, self.axis, communicator, mask=mask, lengths=lengths
-        )
-        i = Input(x, self.gamma, self.beta, self.eps, axis, mask=mask)
+        options = {"residual": residual, "mask": mask, "lengths": lengths}
+        channels = self.avg_mean.shape
+        axis, mask = functions.check_input(x, channels, self.axis, communicator, **options)
+        i = Input(x, self.gamma, self.beta, self.eps, axis, residual, self.fuse_relu, mask=mask)
         return self._train(i, finetune) if chainer.config.train else self._evaluate(i)
 
     def _train(self, i: Input, finetune: bool) -> chainer.Variable:
@@ -243,7 +253,8 @@ class MultiNodeBatchNormalization(chainer.Link):
         beta = self.xp.zeros_like(mean) if self.beta is None else self.beta
         x = masked(i.x, i.mask)
         y = F.fixed_batch_normalization(x, gamma, beta, mean, var, i.eps, i.axis)
-        return masked(y, i.mask)
+        y = y if i.residual is None else y + i.residual
+        return masked(F.relu(y) if i.relu else y, i.mask)
 
     def start_finetuning(self) -> None:
         """Set `N` to 0; call it before each fine-tuning but the first."""
@@ -269,7 +280,7 @@ steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
 
 def options_of(link: Any) -> dict[str, object]:
     """The options of a link, which must be equal on all ranks."""
-    names = "decay", "eps", "weighting", "nonfinite", "axis"
+    names = "decay", "eps", "weighting", "fuse_relu", "nonfinite", "axis"
     return {name: getattr(link, name) for name in names} | {"avg_var": link.avg_var_convention}
 
 

@@ -114,10 +114,10 @@ def test_finetuning_measures_a_model_by_its_masks() -> None:
 
 
 def test_finetuning_finds_an_input_that_is_named_last() -> None:
-    link, (x, lengths, mask) = link_of(), batch(0)
+    link, (x, lengths, mask) = link_of(fuse_relu=True), batch(0)
     FinetunePopulationStatistics(
         [(x, lengths)], link, converter=None, progress=False,
-        eval_func=lambda x, lengths: link(lengths=lengths, finetune=True, x=x),
+        eval_func=lambda x, lengths: link(lengths=lengths, residual=x + 1, x=x),
     )()  # fmt: skip
     assert relative_error(link.avg_mean, chosen(x, mask).mean(0)) < 1e-11
 

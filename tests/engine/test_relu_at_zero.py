@@ -1,4 +1,6 @@
-"""Where a fused ReLU gives 0, its gradient is 0, as torch's is."""
+"""Where a fused ReLU gives 0, its gradient is 0, as torch's and Chainer's is."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,3 +57,24 @@ def test_layers_have_no_gradient_where_a_relu_gives_zero(
         (dbias,) = torch.autograd.grad(layer(x), layer.bias, torch.ones_like(x))
         counted = (layer(x) > 0).sum((0, 2))
         np.testing.assert_allclose(dbias.double(), counted, rtol=1e-6)
+
+
+def test_links_have_no_gradient_where_a_relu_gives_zero() -> None:
+    require.need("chainer")
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+
+    import chainer  # isort: skip
+
+    for kind in ("constant", "rounded", "cancelled"):
+        for dtype in (torch.float32, torch.float16):
+            data, weight, bias = (v.numpy() for v in inputs(kind, dtype))
+            link: Any = MultiNodeBatchNormalization(64, None, eps=1e-5, fuse_relu=True)
+            link.gamma.array[...], link.beta.array[...] = weight, bias
+            for double in (False, True):
+                x = chainer.Variable(data)
+                y = link(x)
+                y.grad = np.where(y.array > 0, 0, 1).astype(data.dtype)
+                assert y.grad.any()
+                link.cleargrads()
+                y.backward(enable_double_backprop=double)
+                assert not any(v.grad.any() for v in (x, link.gamma, link.beta))
