@@ -83,8 +83,8 @@ def convert_sync_batchnorm(
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`. TypeError if `strict` and a layer cannot be converted, or if there is
-        none.
+        As `SyncBatchNorm`. TypeError if `module` is no module; if `strict` and a layer cannot be
+        converted, or if there is none.
     RuntimeError
         In the first training forward pass of a layer whose own forward pass does not call
         torch.nn.functional.batch_norm with its running mean: it computes statistics by itself.
@@ -179,6 +179,7 @@ def _by_parts(layer: SyncBatchNorm, *args: Any, **options: Any) -> Any:
 
 def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
     """The layers to convert. All others that have statistics are an error or a warning."""
+    _check_module(module)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
@@ -227,6 +228,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     >>> type(model[1]).__name__
     'BatchNorm2d'
     """
+    _check_module(module)
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
         if not isinstance(part, SyncBatchNorm):
@@ -238,6 +240,13 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     if obstacles:
         warnings.warn(_list(obstacles, "they stay synchronized"), stacklevel=2)
     return module
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module: got {type(module).__qualname__}. Pass the model."
+        )
 
 
 _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
@@ -253,7 +262,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         if "running_var" in buffers:  # alone in timm's EvoNorm2dB0
             return "it is not of torch's batch norm class"
         return None
-    if vars(layer).keys() & {"forward", "_num_splits"} == {"forward"}:
+    if _has_own_forward(layer):
         return "its forward pass was set on the instance. Convert the model before"
     if isinstance(layer, SyncBatchNorm):
         return None
@@ -279,9 +288,14 @@ def _cannot_revert(layer: SyncBatchNorm) -> str | None:
         return f"its class overrides {', '.join(names)}, which would be lost"
     if layer.fuse_relu:
         return "it has a ReLU inside, which would be lost"
-    if vars(layer).keys() & {"forward", "_num_splits"} == {"forward"}:
+    if _has_own_forward(layer):
         return "it has a forward pass of its own, which would be lost"
     return None
+
+
+def _has_own_forward(layer: nn.Module) -> bool:
+    """Whether a forward pass was set on the instance by others than `convert_sub_batchnorm`."""
+    return "forward" in vars(layer) and getattr(layer.forward, "func", None) is not _by_parts
 
 
 def _name(layer: nn.Module) -> str:

@@ -1,6 +1,7 @@
 """convert_sync_batchnorm and revert_sync_batchnorm."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm2d,
     SyncBatchNorm,
     SyncBatchNorm2d,
+    convert_sub_batchnorm,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
@@ -179,7 +181,13 @@ def test_what_cannot_be_converted_is_one_message() -> None:
         convert_sync_batchnorm(Foreign(3))
 
 
-def test_a_model_without_a_batch_norm_is_named() -> None:
+def test_what_is_no_model_or_has_no_batch_norm_is_named() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    functions = convert_sync_batchnorm, partial(convert_sub_batchnorm, num_splits=2)
+    for function in (*functions, revert_sync_batchnorm):
+        for wrong, name in ((None, "NoneType"), (optimizer, "SGD"), ([nn.Linear(1, 1)], "list")):
+            with pytest.raises(TypeError, match=rf"must be a torch\.nn\.Module: got {name}\."):
+                function(wrong)  # type: ignore[arg-type]
     keras = type("Functional", (nn.Module,), {"__module__": "keras.src.models.functional"})
     for model in (nn.Sequential(nn.GroupNorm(1, 3)), keras()):
         message = rf"a batch norm of torch: got none in \S+\.{type(model).__name__}, so"
