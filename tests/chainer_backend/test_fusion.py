@@ -7,6 +7,7 @@ import pytest
 
 from multibn import SingleProcess
 from multibn.chainer_backend import MultiNodeBatchNormalization
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 import chainer  # isort: skip (multibn makes it importable)
 from chainer import functions as F  # isort: skip
@@ -95,3 +96,12 @@ def test_fused_evaluation_equals_separate_functions() -> None:
 def test_a_residual_that_does_not_fit_is_refused(residual: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         link_of()(np.zeros(SHAPE), residual=residual)
+
+
+def test_a_relu_on_one_rank_alone_is_named_on_all() -> None:
+    def run(communicator: ThreadCommunicator) -> None:
+        link = MultiNodeBatchNormalization(C, communicator, fuse_relu=communicator.rank == 0)
+        with pytest.raises(ValueError, match=r"\[0\] in fuse_relu=True; .* in fuse_relu=False"):
+            link(np.zeros(SHAPE))
+
+    run_ranks(2, run)
