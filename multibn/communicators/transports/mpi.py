@@ -18,7 +18,8 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.watch import Board, Done, Notice, check_timeout, poll
+from multibn.communicators.notices import Board, Notice
+from multibn.communicators.watch import Done, check_timeout, poll
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

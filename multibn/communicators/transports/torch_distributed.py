@@ -22,11 +22,12 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
+from multibn.communicators.notices import Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import StoreBoard
-from multibn.communicators.watch import Done, Meeting, check_timeout
+from multibn.communicators.watch import Done, check_timeout
 
 
 class TorchDistributed(LineCommunicator):
