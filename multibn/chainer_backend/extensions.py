@@ -79,7 +79,8 @@ class FinetunePopulationStatistics(training.Extension):
     `avg_mean` and `avg_var` become mean and variance of all elements of the link's inputs on all
     ranks, for batches of any sizes. The variance is unbiased, times N/(N-1) with N these elements
     per channel, whatever the link's `avg_var` convention is. The link's `N` becomes the number of
-    its calls on this rank. A link without input keeps its values.
+    its calls on this rank. A link without input keeps its values, and so does one that the forward
+    pass calls with `chainer.config.train` False.
 
     Examples
     --------
@@ -123,7 +124,7 @@ class FinetunePopulationStatistics(training.Extension):
         norms = _norms(self._target)
         run = Pass(norms, participants(self._target, self._comm), _WORDS)
         with (
-            _unchanged(self._target),
+            _unchanged(self._target, self._function),
             chainer.using_config("train", True),
             chainer.no_backprop_mode(),
             _Watch(norms, run),
@@ -215,12 +216,12 @@ class _Watch(chainer.LinkHook):
         empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)
         kwargs = {k: v for k, v in args.kwargs.items() if k == "finetune"}
         self._run.repeat(partial(norm.visit, empty, kwargs))
-        if isinstance(norm.link, L.BatchNormalization):
+        if isinstance(norm.link, L.BatchNormalization) and chainer.config.train:
             norm.estimator.add(norm.estimator.sums_of(x, axis=axis))
 
 
 @contextmanager
-def _unchanged(target: chainer.Link) -> Iterator[None]:
+def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
     """Restore persistent values, arrays in place, and NumPy's random state; drop reports."""
     persistent = [
         (link, name, value, copy.deepcopy(value))
@@ -230,10 +231,12 @@ def _unchanged(target: chainer.Link) -> Iterator[None]:
     ]
     in_steps = {link: steps.pop(link) for link in target.links() if link in steps}
     random_state = np.random.get_state()  # noqa: NPY002 (Chainer's dropout uses this state)
-    reporter: Any = chainer.Reporter()
-    reporter.report = lambda *_: None
+    reporter = chainer.Reporter()
+    for link in (target, function):  # the function may be a chain that contains the target
+        if isinstance(link, chainer.Link):
+            reporter.add_observers("target", link.namedlinks())
     try:
-        with reporter:
+        with reporter.scope({}):
             yield
     finally:
         np.random.set_state(random_state)  # noqa: NPY002

@@ -80,7 +80,7 @@ def pool_states(
     for *_, mean, var, counter in (TORCH.norm, CHAINER.norm):
         for layer in [key.removesuffix(mean) for key in floating if key.endswith(mean)]:
             one, other = layer + mean, layer + var
-            if other in floating:
+            if other in floating and floating[one].shape == floating[other].shape:
                 pooled[one], pooled[other] = pool_running(wide(one), wide(other), average)
                 unequal.discard(layer + counter)
     if refused := unequal - pooled.keys():

@@ -237,7 +237,7 @@ def _translate(
             "ChainList. A chainer.Sequential numbers its links in another order and does not count "
             "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
         )
-    if norms:
+    if any(norm + mean in origins.values() for norm in norms):
         notes.append(
             "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
             "those of the source. eps is 2e-5 by default in Chainer and 1e-5 in torch. Nor does "

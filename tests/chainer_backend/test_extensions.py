@@ -160,6 +160,31 @@ def test_a_trainer_finetunes_before_it_evaluates_and_writes(tmp_path: Any) -> No
     assert extension.priority > chainer.training.extensions.Evaluator.priority
 
 
+class _Scoped(chainer.Chain):
+    """Reads its own report, and calls two of its links in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.bn, self.frozen, self.local = shared(), shared(), plain()
+
+    def forward(self, x: Any) -> Any:
+        seen: dict[str, float] = {}
+        with chainer.report_scope(seen), chainer.using_config("train", False):
+            chainer.report({"loss": 1.0}, self)
+            self.frozen(self.local(x))
+        assert list(seen.values()) == [1.0]
+        return self.bn(x)
+
+
+def test_a_forward_pass_may_read_its_reports_and_call_links_in_evaluation() -> None:
+    model = _Scoped()
+    finetune(batches(), model)
+    assert_population(model.bn, batches())
+    assert [link.N for link in (model.bn, model.frozen, model.local)] == [3, 0, 0]
+    np.testing.assert_array_equal(model.local.avg_mean, 0)
+
+
 def test_bad_arguments_are_refused() -> None:
     link = shared()
     with pytest.raises(ValueError, match="`iterator` must end after one pass: got one"):

@@ -121,6 +121,12 @@ def test_states_of_unlike_models_are_refused(change: dict[str, Any], message: st
         pool_states([apart[0], changed, apart[2]], COUNTS)
 
 
+def test_a_mean_and_a_variance_of_other_shapes_are_no_statistics() -> None:
+    odd = [state(np.zeros(1), np.full(C, i), "chainer") for i in range(2)]
+    with pytest.raises(CheckpointError, match="only running statistics may differ: 'bn/avg_var'"):
+        pool_states(odd, [1, 1])
+
+
 @pytest.mark.parametrize(
     "counts, message",
     [

@@ -1,6 +1,8 @@
 """The parity command's parts: cases, oracle, comparison, table, JSON, exit status."""
 
+import atexit
 import json
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -164,6 +166,11 @@ def test_json_holds_every_row(tmp_path: Path) -> None:
     assert document["rows"][1]["reason"] == "no mpiexec on PATH"
 
 
+def ends_badly(_: Any) -> None:
+    """A rank that has a result, and fails after writing it."""
+    atexit.register(os._exit, 3)
+
+
 def test_ranks_that_fail_or_hang_are_errors() -> None:
     function = "multibn.parity.worker.measure"
     start = partial(_launch.run_workers, function, "single process", 1, cases=["float32"])
@@ -172,6 +179,8 @@ def test_ranks_that_fail_or_hang_are_errors() -> None:
     assert "Traceback" in raised.value.output
     with pytest.raises(WorkerError, match="exit status 1, results of 0 of 1 ranks"):
         _launch.run_workers("sys.exit", "single process", 1, timeout=60)
+    with pytest.raises(WorkerError, match="exit status 3, results of 1 of 1 ranks"):
+        _launch.run_workers(f"{__name__}.ends_badly", "single process", 1, timeout=60)
     with pytest.raises(WorkerError, match=r"1 rank\(s\): no result within 0.02 s"):
         start(timeout=0.02, surfaces=["torch"])
 
@@ -197,5 +206,9 @@ def unlike() -> Any:
 
 def test_a_pair_that_differs_is_found() -> None:
     require.need("torch", "chainer")
-    broken = {e.case for e in worker.models(SingleProcess(), f"{__name__}:unlike") if e.ratio > 1}
-    assert broken == {"torch and chainer alone", "torch and chainer on ranks"}
+    errors = worker.models(SingleProcess(), f"{__name__}:unlike")
+    assert {(e.case, e.quantity) for e in errors if e.ratio > 1} == {
+        (f"torch and chainer {where}", quantity)
+        for where in ("alone", "on ranks")
+        for quantity in ("y", "dx", "eval")
+    }

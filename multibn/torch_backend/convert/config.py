@@ -55,7 +55,8 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
         raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")
 
     def layer(room: Any, name: str, **options: Any) -> Callable[..., nn.Module]:
-        return partial(getattr(room, f"{name}{dim}d"), **options)
+        of_dim = getattr(room, f"{name}{dim}d")
+        return partial(of_dim, **options) if options else of_dim
 
     bn = _get(cfg, "BN", {})
     splits, devices = _get(bn, "NUM_SPLITS", 1), _get(bn, "NUM_SYNC_DEVICES", 1)
@@ -67,7 +68,7 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
         "sync_batchnorm_apex": layer(modules, "SyncBatchNorm", process_group=devices or None),
     }
     norm_type = _get(bn, "NORM_TYPE", None)
-    if norm_type not in layers:
+    if not isinstance(norm_type, str) or norm_type not in layers:
         raise NotImplementedError(
             f"`cfg.BN.NORM_TYPE` must be one of {', '.join(map(repr, layers))}: got {norm_type!r}."
         )
