@@ -10,7 +10,7 @@ import atexit
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
@@ -101,11 +101,23 @@ class Lines:
         """The sum of `a` over the ranks, a new array; arguments as `Watch.wait`. Collective."""
         total = a.copy()
         if self.size > 1:
-            if a.nbytes > self.transport.most_bytes:
-                number = LARGE
             line = self._open.get(number) or self._opened(number, None, text, timeout)
-            self.watch.wait(lambda: line.begin(total), place, text, timeout)
+            is_large = a.nbytes > self.transport.most_bytes
+            self.watch.wait(
+                lambda: in_turn(self._sum_large(total, timeout)) if is_large else line.begin(total),
+                *(place, text, timeout),
+            )
         return total
+
+    def _sum_large(self, a: HostArray, timeout: float) -> Iterator[Done]:
+        """Sum in place, and open the line before, in the same wait.
+
+        A rank that opens the line alone, which takes no other rank where an engine is connected,
+        must not take that for a collective that all have completed.
+        """
+        if LARGE not in self._open:
+            self._open[LARGE] = yield from self.transport.open_line(LARGE, None, timeout)
+        yield self._open[LARGE].begin(a)
 
     def buffer(self, length: int, text: object, timeout: float) -> HostArray:
         """Memory of `length` float64 numbers, of which `exchange` makes their sums.

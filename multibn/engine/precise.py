@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
-from multibn._arrays import array_namespace
+from multibn._arrays import array_namespace, is_on_host
 from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
@@ -66,12 +66,14 @@ class Pass(Taping):
         layer = self._by_built.get(found and found.built)
         if layer is None:
             return
+        xp = array_namespace(batch.mean)
+        is_skipped = xp.any(xp.isnan(batch.mean))
+        if is_on_host(batch.mean) and is_skipped:  # alike on all ranks, whose estimators may talk
+            return
         channel_axes = [k for k in range(i.x.ndim) if k not in i.axis]
         num_splits = batch.mean.ndim - len(layer.estimator.shape)  # axes of a batch's splits
         axis = reduced_axes(i.x.ndim, channel_axes[num_splits:])
         sums = layer.estimator.sums_of(i.x, axis=axis, mask=i.mask)
-        xp = array_namespace(sums)
-        is_skipped = xp.any(xp.isnan(batch.mean))
         layer.estimator.add(xp.where(is_skipped, xp.zeros_like(sums), sums))
 
     def run(

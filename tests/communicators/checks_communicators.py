@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -291,6 +292,33 @@ def check_unlike_arrays_are_refused(world: Communicator) -> None:
         said = _said(fresh(world), mine, world)
         assert "the ranks are in different places: rank " in said
         assert "is in a sum of float64 numbers of shape (3,)" in said
+
+
+@only("torchrun", sizes=(2,))
+def check_a_large_array_on_one_rank_alone_is_told_at_once(world: Communicator) -> None:
+    """Its line is opened in the wait of the sum, which has a place."""
+    for context in (contextlib.nullcontext(), _no_shared_memory()):
+        with context:
+            communicator = fresh(world)
+            communicator.timeout = 30.0
+            communicator.allreduce(np.ones(1))
+            begun = time.monotonic()
+            said = _said(communicator, np.ones(1 if world.rank else 20000), world)
+        assert "the ranks are in different places: rank " in said
+        assert "is in a sum of float64 numbers of shape (20000,)" in said
+        assert time.monotonic() - begun < 20
+
+
+@only("torchrun", sizes=(2,))
+def check_new_groups_in_opposite_orders_are_told_at_once(world: Communicator) -> None:
+    """Their ranks have not met: each waits where the other one will not come."""
+    groups = [fresh(world) for _ in range(2)]
+    for group in groups:
+        group.timeout = 30.0
+    said = _said(groups[world.rank], np.ones(1), world)
+    groups[1 - world.rank].lines.abandon()
+    assert "the ranks are in different places: rank " in said
+    assert "in another group, of 2 ranks" in said
 
 
 @only(sizes=(2, 3, 4))

@@ -113,7 +113,8 @@ class Side:
 
     def _connect(self, options: Any) -> None:
         try:
-            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
+            # A clone: this thread would keep notices out of the store while it waits there.
+            self._group = dist.ProcessGroupGloo(self._store.clone(), self._rank, self._size, options)
         except Exception as error:
             self._error = error
 

@@ -1,6 +1,7 @@
 """A batch that is not finite: an error on all ranks, or a step that leaves no trace."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -174,6 +175,17 @@ def test_populations_leave_out_what_other_ranks_have_made_all_skip(
         strict=True,
     ):
         assert_same(sees, never_saw)
+
+
+@pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
+def test_the_first_layer_of_a_pass_tells_of_a_skipped_batch(estimator: Any) -> None:
+    options: Any = {"process_group": SingleProcess(), "nonfinite": "skip"}
+    model = nn.Sequential(SyncBatchNorm(3, **options), SyncBatchNorm(3, **options))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        update_bn_stats(model, [bad()], estimator=estimator, progress=False)
+    skips = [str(w.message) for w in told if "has skipped" in str(w.message)]
+    assert ["in layer 0" in text for text in skips] == [True]
 
 
 class _Untracked(nn.Module):
