@@ -113,8 +113,9 @@ class Side:
 
     def _connect(self, options: Any) -> None:
         try:
-            # A clone: this thread would keep notices out of the store while it waits there.
-            self._group = dist.ProcessGroupGloo(self._store.clone(), self._rank, self._size, options)
+            # This thread would keep notices out of the store itself while it waits there.
+            store = self._store.clone()
+            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         except Exception as error:
             self._error = error
 
