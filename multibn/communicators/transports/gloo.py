@@ -114,7 +114,7 @@ class Side:
     def _connect(self, options: Any) -> None:
         try:
             # This thread would keep notices out of the store itself while it waits there.
-            store = self._store.clone()
+            store = self._store.clone()  # type: ignore[attr-defined]
             self._group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         except Exception as error:
             self._error = error
