@@ -164,6 +164,16 @@ def test_statistics_belong_to_the_caller_and_not_to_the_backward_pass() -> None:
     assert torch.equal(gradient(False), gradient(True))
 
 
+def test_without_a_counter_a_cumulative_average_stays() -> None:
+    """As that of nn.BatchNorm1d, whose factor is 0 then."""
+    x = torch.randn(4, 3)
+    theirs, ours = nn.BatchNorm1d(3, momentum=None), SyncBatchNorm(3, momentum=None)
+    for layer in (theirs, ours):
+        layer.num_batches_tracked = None
+        layer(x)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+
+
 def test_one_value_per_channel_is_an_error() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel over all ranks together"):
         make(3)(torch.ones(1, 3))
