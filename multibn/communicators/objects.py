@@ -1,6 +1,6 @@
 """Values for other ranks: for first steps and error messages, not every step.
 
-They travel as JSON, which is only read.
+The values travel as JSON, which is only read.
 """
 
 import json

@@ -46,7 +46,7 @@ _TRIAL = 2**16  # bytes that must be had before the others are told of the memor
 class Machine:
     """Memory of a group whose ranks are all on one machine, as the first line finds out.
 
-    They meet in a part of torch.distributed's store, which is used by this group alone.
+    The ranks meet in a part of torch.distributed's store, which is used by this group alone.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
