@@ -11,12 +11,17 @@ Lanes follow the payload: zeros that make backward messages as long as forward o
 fingerprint v and v**2. The fingerprint stands for the layer's name, the phase and the dtype: all of
 W ranks have sent the same v if and only if W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). Equal
 lengths let ranks in different phases of a layer meet, and find that out from the fingerprints.
+
+Where a rank's moments of a channel are not finite, the payload has the rank's mark in their place:
+a power of two above all finite moments, so that the sum tells which ranks have sent a mark.
 """
 
 import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from multibn._arrays import array_namespace
 from multibn._typing import Array
@@ -29,6 +34,11 @@ _NUM_SCALARS = 2  # a layer's weight and count
 _NUM_FINGERPRINTS = 2  # v and v**2
 # Fingerprints are below 2**20: their squares are then summed exactly in float64 by 8192 ranks.
 _FINGERPRINT_BITS = 20
+# Larger moments are not finite, nor are sums of 8192 ranks above the second number.
+LARGEST, LARGEST_SUM = 2.0**940, 2.0**960
+# A sum of marks has a bit for each rank, which float64 holds exactly, whatever else is in the sum.
+_FIRST_MARK, _NUM_MARKS = 970, 50
+NO_MARK = math.nan  # of the ranks that have no bit
 
 
 class Message(NamedTuple):
@@ -93,6 +103,26 @@ def is_refusal(summed: Array, num_lanes: int = 0, /) -> bool:
     The count is the last number of a payload.
     """
     return math.isnan(summed[-1 - num_lanes])
+
+
+def mark(rank: int, /) -> float:
+    """What a rank sends in the place of moments that are not finite."""
+    return 2.0 ** (_FIRST_MARK + rank) if rank < _NUM_MARKS else NO_MARK
+
+
+def marks(summed: Any, /) -> list[float]:
+    """The sums of marks that stand in a sum of payloads in host memory, in place of moments."""
+    numbers = summed[:-_NUM_SCALARS]
+    return numbers[~(np.abs(numbers) < LARGEST_SUM)].tolist()
+
+
+def marked(marks: Sequence[float], /) -> list[int]:
+    """The ranks that have sent marks.
+
+    No rank is named by a channel in which one of the ranks that have no bit has sent its mark.
+    """
+    sums = [round(v / 2.0**_FIRST_MARK) for v in marks if math.isfinite(v)]
+    return [rank for rank in range(_NUM_MARKS) if any(v >> rank & 1 for v in sums)]
 
 
 def concat(arrays: Sequence[Array], /) -> Array:

@@ -63,8 +63,8 @@ class MultiNodeBatchNormalization(chainer.Link):
     nonfinite
         What follows where a rank's input has NaN, infinity or too large values: `"raise"`
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,
-        nothing moves, and a RuntimeWarning names the link. None: `"skip"` for float16, `"raise"`
-        for other dtypes.
+        nothing moves, and a RuntimeWarning names the link and these ranks. None: `"skip"` for
+        float16, `"raise"` for other dtypes.
     fuse_relu
         Whether the link ends in a ReLU; `link(x, residual=residual)` adds an array like `x` before
         the ReLU, in the same pass.

@@ -122,6 +122,7 @@ class Phase(Forwarding):
         self.gradients = "with gradients" if needs_gradient else "without gradients"
         self.num_lanes = len(message.lanes(phase, 0.0))
         self._num_numbers = -1
+        self.mark = message.NO_MARK
         self._calls = 0
         self._pinned: dict[Any, list[Any]] = {}
         # On a GPU: the dtype of messages, None where they go through host memory.
@@ -183,15 +184,14 @@ class Phase(Forwarding):
                 return self._allreduce_array(x)
             payload = self._open(self._calls)
             payload[:] = to_host(x)
-        mine = None if x is payload or is_on_host(x) else payload.copy()
         assert self._lines is not None
         self._tail[:] = self._sent_tail
         self._lines.exchange(self._buffer, self._place, self, self._communicator.timeout)
         if self._summed_prints.tolist() != self._fingerprints:
             self.check(self._buffer)
-        if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
+        if self.name == "forward" and x is not payload and not is_on_host(x):
             # The caller does not look at numbers on a GPU, and these are in host memory.
-            outcomes.judge(self, self.dtype, mine, is_refused=message.is_refusal(payload))
+            outcomes.judge(self, self.dtype, payload, refuses=message.is_refusal(x))
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:
@@ -220,6 +220,7 @@ class Phase(Forwarding):
         self._num_numbers = -1  # until the ranks have agreed
         self._lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
         self._size, self._payload = communicator.size, None
+        self.mark = message.mark(communicator.rank)
         lanes: list[float] = []
         if self._size > 1:
             length = n + self.num_lanes
@@ -288,9 +289,9 @@ class Phase(Forwarding):
         call, which has a `number`.
         """
         is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
-        if number and self.name == "forward" and not np.isfinite(summed).all():
-            own, earlier = summed[: -self.num_lanes], self._call(number)
-            outcomes.judge(self, self.dtype, own, is_refused=is_refused, earlier=earlier)
+        if number and self.name == "forward":
+            payload = summed[-self._num_numbers - self.num_lanes : -self.num_lanes]
+            outcomes.judge(self, self.dtype, payload, earlier=self._call(number))
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:

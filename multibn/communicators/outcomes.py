@@ -45,16 +45,22 @@ _told = _NOBODY
 
 
 def judge(
-    communicator: Any, dtype: Any, own: HostArray, /, *, is_refused: bool, earlier: object = None
+    communicator: Any,
+    dtype: Any,
+    summed: HostArray,
+    /,
+    *,
+    refuses: bool = False,
+    earlier: object = None,
 ) -> None:
-    """Raise for a sum that is not finite; return where the batch is to be skipped. Collective.
+    """Raise for a sum of payloads with which the ranks cannot go on. Collective.
 
-    `own` is this rank's payload: where it is a refusal itself, the rank has an error of its own.
-    About an `earlier` call the ranks do not ask each other, and `own` is the sum.
+    Returns where the sum is finite, where the batch is to be skipped, and where this rank `refuses`
+    its own input, for which it has an error of its own. About an `earlier` call the ranks do not
+    ask each other.
     """
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
-    if is_refused:
-        refuses = not earlier and message.is_refusal(own)
+    if message.is_refusal(summed):
         where = "another rank" if earlier else _find_ranks(communicator, refuses)
         if not refuses:
             fail(
@@ -62,21 +68,23 @@ def judge(
                 f"rank {communicator.rank} cannot go on: the input of {name} was refused on "
                 f"{where}. The error raised there says why.",
             )
-    elif skips(communicator, dtype):
-        _tell_of_skip(communicator, own, is_own=not earlier)
-    else:
-        where = "some rank" if earlier else _find_ranks(communicator, not _is_finite(own))
-        fail(
-            FloatingPointError,
-            f"the batch statistics of {name} are not finite: the input has NaN, infinity or too "
-            f"large values on {where}. Look for their origin in the layers before.",
-        )
+    elif marks := message.marks(summed):
+        where = _of(message.marked(marks), communicator) or "some rank"
+        if not skips(communicator, dtype):
+            fail(
+                FloatingPointError,
+                f"the batch statistics of {name} are not finite: the input has NaN, infinity or "
+                f"too large values on {where}. Look for their origin in the layers before.",
+            )
+        full = sum(map(message.mark, range(communicator.size)))
+        everywhere = len(marks) + 2 == len(summed) and all(v == full or full != full for v in marks)
+        _tell_of_skip(communicator, where, may_be_told=everywhere)
 
 
-def _tell_of_skip(communicator: Any, numbers: HostArray, *, is_own: bool) -> None:
+def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:
     """Warn that a layer has skipped a batch, unless NaN comes from a layer before, which has told.
 
-    Not collective: no message can tell the ranks.
+    After a layer that has skipped, no number is finite on any rank.
     """
     global _told
     layer = layer_of(communicator)
@@ -90,13 +98,10 @@ def _tell_of_skip(communicator: Any, numbers: HostArray, *, is_own: bool) -> Non
         and told.wrapped is layer.wrapped
         and layer.silent_since is not _told
     )
-    # After a layer that has skipped, nothing but weights and counts is finite.
-    num_finite = np.count_nonzero(np.isfinite(numbers) & (numbers != 0))
-    if in_same_step and num_finite <= 2:
+    if in_same_step and may_be_told:
         layer.silent_since = _told
         return
     _told = weakref.ref(layer), layer.num_messages
-    where = f"rank(s) [{communicator.rank}]" if is_own and not _is_finite(numbers) else "some rank"
     warnings.warn(
         f"rank {communicator.rank} of {communicator.size} has skipped a batch in "
         f"{name_of(communicator)}, as all ranks have: the input had NaN, infinity or too large "
@@ -130,11 +135,9 @@ def _find_ranks(communicator: Any, flag: bool) -> str:
         communicator = communicator.wrapped
     flags = np.zeros(communicator.size)
     flags[communicator.rank] = flag
-    ranks = [int(rank) for rank in np.flatnonzero(communicator.allreduce(flags))]
+    return _of(np.flatnonzero(communicator.allreduce(flags)).tolist(), communicator)
+
+
+def _of(ranks: list[int], communicator: Any) -> str:
+    """Ranks, for people; "" for none."""
     return f"rank(s) {ranks} of {communicator.size}" if ranks else ""
-
-
-def _is_finite(numbers: HostArray) -> bool:
-    """Whether the numbers are finite, and their sum is: too large squares make the sum infinite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(numbers.sum()))

@@ -22,6 +22,8 @@ Nothing here makes a GPU wait for the host, except where a rank holds at most on
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from multibn import kernels, message
 from multibn._arrays import array_namespace, device, is_on_host, to_host, values
 from multibn._typing import Array, Weighting
@@ -149,7 +151,8 @@ def aggregate(
     """
     mean, meansqr, count, num_samples = moments
     weight = masks.rank_weight(count, num_samples, weighting)
-    payload = generic.pack(mean, meansqr, weight, count)
+    mark = message.mark(communicator.rank)
+    payload = generic.pack(mean, meansqr, weight, count, mark)
     return total(payload, mean.shape, weight, count, communicator)
 
 
@@ -157,20 +160,21 @@ def total(
     payload: Array, shape: tuple[int, ...], weight: Array, count: Array, communicator: Communicator
 ) -> BatchStatistics:
     """The statistics of all ranks' payloads, see `multibn.message`. Collective."""
-    batch, state = generic.unpack(communicator.allreduce(payload), shape, weight, count)
+    summed = communicator.allreduce(payload)
+    batch, state = generic.unpack(summed, shape, weight, count)
     if state in (kernels.REFUSED, kernels.NOT_FINITE):
-        raise_for(state, communicator, payload, payload)
+        raise_for(state, communicator, summed, summed)
     return batch
 
 
-def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) -> None:
-    """Raise what a kernel says of a message. `payload` is this rank's, and `x` its input.
+def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -> None:
+    """Raise what a kernel says of a sum of payloads. `x` is this rank's input.
 
     Returns only where the batch is not finite, and to be skipped.
     """
     if state in (kernels.REFUSED, kernels.NOT_FINITE):
-        own = to_host(values(payload))
-        outcomes.judge(communicator, x.dtype, own, is_refused=state == kernels.REFUSED)
+        sums = np.atleast_2d(to_host(values(summed)))  # several under vmap, of this process alone
+        outcomes.judge(communicator, x.dtype, sums.max(0))
         return
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "
@@ -202,9 +206,9 @@ def refuse(
     wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     shape = (message.forward_payload(num_channels),)
     payload = xp.full(shape, message.REFUSED, dtype=wide.dtype, device=device(wide))
-    conversation.during(communicator, "forward", like.dtype).allreduce(payload)
+    summed = conversation.during(communicator, "forward", like.dtype).allreduce(payload)
     if is_on_host(payload):
-        outcomes.judge(communicator, like.dtype, to_host(payload), is_refused=True)
+        outcomes.judge(communicator, like.dtype, to_host(summed), refuses=True)
 
 
 def not_floating(x: Array) -> TypeError:

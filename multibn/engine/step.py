@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from multibn import kernels
+from multibn import kernels, message
 from multibn._arrays import is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
@@ -71,8 +71,8 @@ def share(
     weight: Any = count
     if i.mask is not None or weighting != "element":
         weight, count = masks.weigh(i, count, weighting)
-    during, memory = _message(communicator, phase, i.x, length, needs_gradient)
-    summed = during.allreduce(verbs.begin_forward(i, weight, count, out=memory))
+    during, memory, mark = _message(communicator, phase, i.x, length, needs_gradient)
+    summed = during.allreduce(verbs.begin_forward(i, weight, count, mark, out=memory))
     pool = i.running if type(i.running) is Pool else None
     moving = i if pool is None else i._replace(running=None)
     y, batch, state = verbs.finish_forward(moving, summed, weight, count)
@@ -85,8 +85,7 @@ def share(
             move(i.running, batch, count)
         return verbs.normalize(i, batch), batch
     if state != RIGHT:
-        # Packed again: the sum may have taken the place of this rank's own numbers.
-        statistics.raise_for(state, during, verbs.begin_forward(i, weight, count), i.x)
+        statistics.raise_for(state, during, summed, i.x)
         batch = generic.skipped(batch)
         y = verbs.normalize(i, batch)
     elif (
@@ -128,7 +127,7 @@ def backward(
         _, dweight, dbias, *_ = verbs.begin_backward(g)
         return None, None, dweight, dbias
     length = statistics.sizes(x.shape, g.input.axis)[3]
-    communicator, memory = _message(communicator, "backward", x, length)
+    communicator, memory, _ = _message(communicator, "backward", x, length)
     payload, dweight, dbias, *begun = verbs.begin_backward(g, out=memory)
     summed = communicator.allreduce(payload)
     if means:
@@ -138,17 +137,17 @@ def backward(
 
 def _message(
     communicator: Communicator, phase: str, x: Array, length: int, needs_gradient: bool = True
-) -> tuple[Communicator, Any]:
-    """The communicator of a message about `x`, and memory for its payload of this length.
+) -> tuple[Communicator, Any, float]:
+    """The communicator of a message about `x`, memory for its payload of this length, and a mark.
 
-    On a GPU of torch's a `Message`; None where the communicator has no memory to offer. Collective
-    at the first call.
+    On a GPU of torch's a `Message`; None where the communicator has no memory to offer. The mark is
+    this rank's, see `multibn.message`. Collective at the first call.
     """
     if type(communicator) is Conversation:
         communicator = communicator.during(phase, x.dtype, needs_gradient)
     if type(communicator) is Phase:
         if type(x) is np.ndarray or getattr(x, "is_cpu", False):
-            return communicator, communicator.buffer(length)
+            return communicator, communicator.buffer(length), communicator.mark
         if getattr(x, "is_cuda", False):
-            return communicator, communicator.message(length, x)
-    return communicator, None
+            return communicator, communicator.message(length, x), communicator.mark
+    return communicator, None, message.mark(communicator.rank)

@@ -24,7 +24,7 @@ from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, R
 from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
-from multibn.message import Message, backward_payload, forward_payload
+from multibn.message import NO_MARK, Message, backward_payload, forward_payload
 
 if torch.cuda.is_available():
     require_launcher()
@@ -58,18 +58,20 @@ _known: dict[Any, Any] = {}  # of all steps
 _increment_version = torch._C._increment_version  # autograd then notices that tensors have changed
 
 
-def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | None = None) -> Any:
+def begin_forward(
+    i: Input, rank_weight: Any, count: Any, mark: float = NO_MARK, /, *, out: Message | None = None
+) -> Any:
     """As `generic.begin_forward`; two launches."""
     x, plan = i.x, _plan(i)
     if plan is None:
-        return generic.begin_forward(i, rank_weight, count, out=out)
+        return generic.begin_forward(i, rank_weight, count, mark, out=out)
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
     arguments = x, i.mask if i.mask is None else _bytes(i.mask), partials, *sizes
     launch(passes.moments, programs, arguments, constants, key, known)
     numbers, *around = _message(out, partials, plan.payload)
-    arguments = partials, numbers, number(rank_weight), number(count), *around
+    arguments = partials, numbers, number(rank_weight), number(count), number(mark), *around
     _merge(steps.merge_moments, arguments, ("merge_moments", isinstance(count, Tensor)))
     return numbers if out is None else out
 

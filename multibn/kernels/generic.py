@@ -51,16 +51,23 @@ from multibn.kernels.layout import channels
 
 
 def begin_forward(
-    i: Input, rank_weight: float | Array, count: float | Array, /, *, out: Any = None
+    i: Input,
+    rank_weight: float | Array,
+    count: float | Array,
+    mark: float = message.NO_MARK,
+    /,
+    *,
+    out: Any = None,
 ) -> Array:
     """This rank's numbers for the forward message: a layer's payload, see `multibn.message`.
 
     `rank_weight` is what this rank counts for, `count` its elements per channel, those of the mask
-    only if there is one; with a mask on a GPU, both are arrays of shape `()`. `out` gets the
-    payload and is returned: a `message.Message`, or a float64 vector of NumPy's.
+    only if there is one; with a mask on a GPU, both are arrays of shape `()`. `mark` takes the
+    place of moments that are not finite. `out` gets the payload and is returned: a
+    `message.Message`, or a float64 vector of NumPy's.
     """
     mean, var = local_moments(i.x, i.axis, i.mask, count)
-    return _written(pack(mean, var + mean * mean, rank_weight, count), out)
+    return _written(pack(mean, var + mean * mean, rank_weight, count, mark), out)
 
 
 def finish_forward(
@@ -210,14 +217,19 @@ def unpack_for(
     return batch, state
 
 
-def pack(mean: Array, meansqr: Array, weight: Array, count: Array, /) -> Array:
+def pack(
+    mean: Array, meansqr: Array, weight: Array, count: Array, mark: float = message.NO_MARK, /
+) -> Array:
     """A layer's forward payload, see `multibn.message`."""
     xp = array_namespace(mean)
+    moments = [weight * mean, weight * meansqr]
+    is_finite = moments[1] < message.LARGEST  # not a NaN
+    moments = [xp.where(is_finite, v, xp.full_like(v, mark)) for v in moments]
     numbers = [
         xp.reshape(xp.asarray(v, dtype=mean.dtype, device=device(mean)), (1,))
         for v in (weight, count)  # arrays, where a mask is on a GPU
     ]
-    return message.concat([weight * mean, weight * meansqr, *numbers])
+    return message.concat([*moments, *numbers])
 
 
 def unpack(
@@ -240,8 +252,8 @@ def unpack(
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
     if not is_on_host(summed) and not is_abstract(summed):  # where nobody looks at the state
-        all_of_it = xp.sum(summed[: 2 * C])
-        batch = skipped(batch, all_of_it - all_of_it)
+        gap = xp.where(_is_finite(summed), xp.zeros_like(total), xp.full_like(total, math.nan))
+        batch = skipped(batch, gap)
     return batch, state(summed, count)
 
 
@@ -264,11 +276,17 @@ def state(summed: Array, count: float | Array, /) -> int:
     if _is_readable(summed):
         if bool(xp.isnan(total)):
             return REFUSED
-        if not bool(xp.all(xp.isfinite(values(xp.sum(summed[:-2]))))):
+        if not bool(_is_finite(values(summed))):
             return NOT_FINITE
     # Every rank has at most one value if all have one together: only then is the count read. A
     # count of a mask on a GPU is never read.
     return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else RIGHT
+
+
+def _is_finite(summed: Array) -> Array:
+    """Whether no rank has sent its mark."""
+    xp, summed = array_namespace(summed), as_wide(summed)
+    return xp.all(xp.abs(summed[..., :-2]) < message.LARGEST_SUM)
 
 
 def _is_readable(v: Array) -> bool:

@@ -23,6 +23,7 @@ from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, R
 from multibn.kernels.core import _core
 from multibn.kernels.generic import move
 from multibn.kernels.layout import channels, sizes
+from multibn.message import NO_MARK
 
 FIELDS: dict[Any, list[str]] = dict(
     zip((Input, Gradient, BatchStatistics, Running), map(str.split, _core.fields), strict=True)
@@ -86,13 +87,16 @@ def _templates(numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> l
     return [numbers(n) for n in (channels(shape, axis), ())]
 
 
-def begin_forward(i: Input, rank_weight: float, count: float, *, out: Array | None = None) -> Array:
+def begin_forward(
+    i: Input, rank_weight: float, count: float, mark: float = NO_MARK, *, out: Array | None = None
+) -> Array:
     """As `generic.begin_forward`."""
     payload = _library(type(i.x)).numbers(sizes(i.x.shape, i.axis)[2]) if out is None else out
-    done = _core.begin_forward(i, payload, rank_weight, count)
+    numbers = rank_weight, count, mark
+    done = _core.begin_forward(i, payload, *numbers)
     if done is None:
-        _, done = _with_copies(_core.begin_forward, i, payload, rank_weight, count)
-    return generic.begin_forward(i, rank_weight, count, out=out) if done is None else payload
+        _, done = _with_copies(_core.begin_forward, i, payload, *numbers)
+    return generic.begin_forward(i, *numbers, out=out) if done is None else payload
 
 
 def finish_forward(

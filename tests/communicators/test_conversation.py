@@ -152,13 +152,19 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
 
 @on_a_gpu
 @pytest.mark.parametrize(
-    "spoiled, kind, message",
+    "spoiled, kind, expected",
     [
         pytest.param(
             np.inf,
             FloatingPointError,
             r"of an earlier call, bn \(forward, float32, call 1\), are not finite:",
             id="infinity is named by every rank",
+        ),
+        pytest.param(
+            message.mark(1),
+            FloatingPointError,
+            r"NaN, infinity or too large values on rank\(s\) \[1\] of 2\. Look",
+            id="a rank whose input is not finite is named by every rank",
         ),
         pytest.param(
             np.nan,
@@ -170,7 +176,7 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
     ],
 )
 def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
-    ones: Any, spoiled: float, kind: type[Exception], message: str
+    ones: Any, spoiled: float, kind: type[Exception], expected: str
 ) -> None:
     def work(world: ThreadCommunicator) -> None:
         layer = _phase(world, "bn")
@@ -180,7 +186,7 @@ def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
 
     for rank, error in enumerate(_errors(2, work)):
         assert isinstance(error, kind)
-        assert re.search(message.format(rank=rank), str(error))
+        assert re.search(expected.format(rank=rank), str(error))
 
 
 @on_a_gpu
@@ -361,3 +367,17 @@ def test_messages_of_both_phases_have_one_length() -> None:
     for phase, payload in (("forward", 2 * C + 2), ("backward", 2 * C)):
         assert payload + len(message.lanes(phase, 7.0)) == message.length(C)
     assert message.num_channels(message.length(C)) == C
+
+
+def test_the_ranks_that_have_sent_marks_are_read_from_the_sum_with_all_finite_numbers() -> None:
+    rng = np.random.default_rng(0)
+    for size, marking in ((50, [0, 7, 49]), (1, [0]), (8192, [3]), (50, range(50)), (51, [50])):
+        largest = rng.uniform(-1, 1, size) * message.LARGEST
+        sent = [message.mark(rank) if rank in marking else v for rank, v in enumerate(largest)]
+        for order in (sent, sent[::-1]):
+            numbers = np.array([0.0, 0.0, 1.0, 1.0])
+            for v in order:
+                numbers[1] += v
+            (found,) = message.marks(numbers)
+            assert message.marked([found]) == [rank for rank in marking if rank < 50]
+    assert message.marks(np.array([message.LARGEST * 8192, 1.0, 8192.0])) == []

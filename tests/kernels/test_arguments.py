@@ -65,7 +65,7 @@ def test_files_that_know_all_fields_are_called_themselves() -> None:
 
 
 def test_the_core_says_which_arguments_were_wrong() -> None:
-    with pytest.raises(TypeError, match="expected 4 arguments, got 1"):
+    with pytest.raises(TypeError, match="expected 5 arguments, got 1"):
         _core.begin_forward(1)
 
 

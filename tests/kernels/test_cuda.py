@@ -112,7 +112,7 @@ def test_the_steps_compile_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wide = ("summed", "numbers", "mean", "var", "total_count", "count", "element_weight")
     parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
-    numbers = ["fingerprint", "eps", "momentum", "factor"]
+    numbers = ["mark", "fingerprint", "eps", "momentum", "factor"]
     numbers += [] if parameter else ["rank_weight", "count"]  # of a mask, or not
     types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")
     types |= dict.fromkeys(parameters, f"*{parameter}") | {"num_batches": "*i64"}

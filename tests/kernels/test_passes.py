@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multibn import message
 from multibn.kernels import Gradient, Input, generic, select
 from tests.helpers.spread import spread
 from tests.kernels.passes import (
@@ -371,6 +372,22 @@ def test_results_have_memory_of_their_own(kernels: Any) -> None:
     for name, v in first.items():
         np.testing.assert_array_equal(exact(v), before[name])
         assert not any(np.shares_memory(v, w) for w in (*second.values(), *one[0][:3], one[1]))
+
+
+@invalid
+@libraries
+def test_a_mark_stands_for_moments_that_are_not_finite(kernels: Any, of: Any) -> None:
+    """In their channels alone."""
+    marks = message.mark(3), message.NO_MARK
+    for value in (np.nan, np.inf, 1e145):
+        x = np.arange(24.0).reshape(4, 3, 2)
+        x[1, 2, 0] = value
+        i = Input(of(x), None, None, 1e-5, (0, 2))
+        sound = exact(kernels.begin_forward(i._replace(x=of(x[:, :2])), 4.0, 8.0))
+        for mark in marks:
+            sums = exact(kernels.begin_forward(i, 4.0, 8.0, mark))
+            np.testing.assert_array_equal(sums[[2, 5]], mark)
+            np.testing.assert_array_equal(sums[[0, 1, 3, 4, 6, 7]], sound)
 
 
 @libraries

@@ -46,7 +46,7 @@ typedef struct {
     Pass pass;
     Statistics statistics;
     Running running;
-    double *message, weight, count; /* what is sent or was summed; what this rank counts for; its elements */
+    double *message, weight, count, mark; /* what is sent or was summed; what this rank counts for, its elements, mark */
     double *total, *element_weight; /* of the whole batch */
     Parameter dweight, dbias;
 } Call;

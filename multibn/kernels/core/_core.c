@@ -61,20 +61,21 @@ static int begin_forward(Call *a, double *memory)
         if (!finish_moments(p->sums, mean, var, count, C))
             break;
     }
-    pack(mean, var, a->message, C, a->weight, a->count);
+    pack(mean, var, a->message, C, a->weight, a->count, a->mark);
     return 0;
 }
 
-/* An Input, the payload, what the rank counts for, its elements per channel. */
+/* An Input, the payload, what the rank counts for, its elements per channel, its mark. */
 static void read_begin_forward(Call *a, PyObject *const *args)
 {
     read_input(a, args[0]);
     a->message = take(a, args[1], FLOAT64, 2 * a->pass.C + NUM_SCALARS, WRITTEN).at;
     a->weight = number(a, args[2]);
     a->count = number(a, args[3]);
+    a->mark = number(a, args[4]);
 }
 
-FUNCTION(begin_forward, 4)
+FUNCTION(begin_forward, 5)
 
 static void read_gradient(Call *a, PyObject *tuple)
 {

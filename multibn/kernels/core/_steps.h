@@ -34,11 +34,16 @@ static void put(const double *restrict numbers, int64_t n, Parameter array)
 enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see message.py */
 enum { RIGHT, REFUSED, NOT_FINITE, ONE_VALUE, LOST }; /* states of a message: see arguments.py */
 
-static void pack(const double *mean, const double *var, double *packed, int64_t C, double weight, double count)
+static const double LARGEST = 0x1p940, LARGEST_SUM = 0x1p960; /* see message.py */
+
+static void pack(const double *mean, const double *var, double *packed, int64_t C, double weight, double count,
+                 double mark)
 {
     for (int64_t c = 0; c < C; c++) {
-        packed[c] = weight * mean[c];
-        packed[C + c] = weight * (var[c] + mean[c] * mean[c]);
+        const double meansqr = weight * (var[c] + mean[c] * mean[c]);
+        const int finite = meansqr < LARGEST; /* not a NaN */
+        packed[c] = finite ? weight * mean[c] : mark;
+        packed[C + c] = finite ? meansqr : mark;
     }
     packed[2 * C + WEIGHT] = weight;
     packed[2 * C + COUNT] = count;
@@ -53,7 +58,7 @@ static int unpack(const double *summed, double *mean, double *var, double *total
         mean[c] = summed[c] / divisor;
         const double difference = summed[C + c] / divisor - mean[c] * mean[c];
         var[c] = difference < 0 ? 0 : difference; /* NaN stays */
-        if (!isfinite(summed[C + c]))
+        if (!(fabs(summed[C + c]) < LARGEST_SUM))
             state = NOT_FINITE;
         if (state == RIGHT && mean[c] * mean[c] * least > var[c] + eps)
             state = LOST;

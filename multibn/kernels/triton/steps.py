@@ -21,6 +21,7 @@ from multibn import message
 
 WEIGHT, COUNT = constexpr(message.WEIGHT), constexpr(message.COUNT)
 SCALARS = constexpr(message.forward_payload(0))
+LARGEST, LARGEST_SUM = constexpr(message.LARGEST), constexpr(message.LARGEST_SUM)
 
 _CONSTANTS = {"BLOCK", "SPLITS", "CUMULATIVE", "UNBIASED"}
 
@@ -34,7 +35,7 @@ def _step(function):
 
 @_step
 def merge_moments(
-    partials, numbers, rank_weight, count, start, length, fingerprint, splits, C,
+    partials, numbers, rank_weight, count, mark, start, length, fingerprint, splits, C,
     BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
     """The forward message, from the sums of `passes.moments`.
@@ -65,8 +66,10 @@ def merge_moments(
     var = tl.where(var < 0.0, 0.0, var)  # a NaN stays
     w = number(rank_weight)
     payload = numbers + start
-    tl.store(payload + c, w * mean, exists)
-    tl.store(payload + C + c, w * (var + mean * mean), exists)
+    meansqr = w * (var + mean * mean)
+    is_finite = meansqr < LARGEST  # not a NaN
+    tl.store(payload + c, tl.where(is_finite, w * mean, number(mark)), exists)
+    tl.store(payload + C + c, tl.where(is_finite, meansqr, number(mark)), exists)
     if tl.program_id(0) == 0:
         tl.store(payload + 2 * C + WEIGHT, w)
         tl.store(payload + 2 * C + COUNT, number(count))
@@ -152,13 +155,13 @@ def number(v):
 
 @triton.jit
 def _gap(numbers, length):
-    """0, or NaN if one of the numbers is not finite: see `generic.skipped`."""
-    total = tl.zeros((1024,), tl.float64)
+    """0, or NaN if one of the numbers is a mark: see `generic.skipped`."""
+    gap = tl.zeros((1024,), tl.float64)
     for first in range(0, length, 1024):
         i = first + tl.arange(0, 1024)
-        total += tl.load(numbers + i, i < length, 0.0)
-    all_of_it = tl.sum(total, 0)
-    return all_of_it - all_of_it
+        is_finite = tl.abs(tl.load(numbers + i, i < length, 0.0)) < LARGEST_SUM
+        gap += tl.where(is_finite, 0.0, float("nan"))
+    return tl.sum(gap, 0)
 
 
 @triton.jit

@@ -77,8 +77,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     nonfinite
         What follows where a rank's input has NaN, infinity or too large values: `"raise"`
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks, so
-        that a GradScaler skips the step, nothing moves, and a RuntimeWarning names the layer. None:
-        `"skip"` for float16, `"raise"` for other dtypes.
+        that a GradScaler skips the step, nothing moves, and a RuntimeWarning names the layer and
+        these ranks. None: `"skip"` for float16, `"raise"` for other dtypes.
     fuse_relu
         Whether the layer ends in a ReLU; `layer(input, residual)` adds a tensor like the input
         before the ReLU. On a GPU neither costs a pass of its own, and the values before the ReLU

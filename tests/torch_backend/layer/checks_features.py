@@ -102,8 +102,8 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
         torch.testing.assert_close(*found, rtol=0, atol=0)
     text = f"rank {world.rank} of {world.size} has skipped a batch in layer 1, as all ranks have: "
     assert len(names) == 2
-    where = "rank(s) [1]" if world.rank == 1 else "some rank"
-    assert all(name.startswith(text) and f"values on {where}. The out" in name for name in names)
+    where = f"values on rank(s) [1] of {world.size}. The out"
+    assert all(name.startswith(text) and where in name for name in names)
 
 
 @only(sizes=(2,))
@@ -131,12 +131,12 @@ def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(
         x = x.clone().requires_grad_()
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
-    on_0 = "rank(s) [0]" if world.rank == 0 else "some rank"
+    on_0, on_all = "rank(s) [0] of 2", "rank(s) [0, 1] of 2"
     told = []
     for run, model, batch, where in (
         (trained, layers[1], bad, f"SyncBatchNorm .* on {on_0}"),
         (trained, both, bad, f"layer 0, .* on {on_0}"),
-        (trained, both, infinite, f"layer 0, .* on rank(s) [{world.rank}]"),
+        (trained, both, infinite, f"layer 0, .* on {on_all}"),
         (trained, both, x, ""),
         (evaluated, both, bad, f"layer 0, .* on {on_0}"),
         (second_order, both, bad, f"layer 0, .* on {on_0}"),
