@@ -28,7 +28,7 @@ from multibn._typing import Array
 
 # Places in a layer's forward payload, after the 2C numbers of the moments.
 WEIGHT, COUNT = 0, 1
-# The whole forward payload of a rank that refuses its input. A count is never NaN otherwise.
+# The weight and the count of a rank that refuses its input. A count is never NaN otherwise.
 REFUSED = math.nan
 _NUM_SCALARS = 2  # a layer's weight and count
 _NUM_FINGERPRINTS = 2  # v and v**2

@@ -189,9 +189,9 @@ class Phase(Forwarding):
         self._lines.exchange(self._buffer, self._place, self, self._communicator.timeout)
         if self._summed_prints.tolist() != self._fingerprints:
             self.check(self._buffer)
-        if self.name == "forward" and x is not payload and not is_on_host(x):
+        if self.name == "forward" and not is_on_host(x) and not message.is_refusal(x):
             # The caller does not look at numbers on a GPU, and these are in host memory.
-            outcomes.judge(self, self.dtype, payload, refuses=message.is_refusal(x))
+            outcomes.judge(self, self.dtype, payload)
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:

@@ -44,41 +44,31 @@ _NOBODY: tuple[Callable[[], Any], int] = (lambda: None), 0
 _told = _NOBODY
 
 
-def judge(
-    communicator: Any,
-    dtype: Any,
-    summed: HostArray,
-    /,
-    *,
-    refuses: bool = False,
-    earlier: object = None,
-) -> None:
-    """Raise for a sum of payloads with which the ranks cannot go on. Collective.
+def judge(communicator: Any, dtype: Any, summed: HostArray, /, earlier: object = None) -> None:
+    """Raise for a sum of payloads with which the ranks cannot go on, perhaps of an `earlier` call.
 
-    Returns where the sum is finite, where the batch is to be skipped, and where this rank `refuses`
-    its own input, for which it has an error of its own. About an `earlier` call the ranks do not
-    ask each other.
+    Returns where the sum is finite, and where the batch is to be skipped.
     """
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
+    marks = message.marks(summed)
+    where = _senders(marks, communicator.size)
     if message.is_refusal(summed):
-        where = "another rank" if earlier else _find_ranks(communicator, refuses)
-        if not refuses:
-            fail(
-                RuntimeError,
-                f"rank {communicator.rank} cannot go on: the input of {name} was refused on "
-                f"{where}. The error raised there says why.",
-            )
-    elif marks := message.marks(summed):
-        where = _of(message.marked(marks), communicator) or "some rank"
-        if not skips(communicator, dtype):
-            fail(
-                FloatingPointError,
-                f"the batch statistics of {name} are not finite: the input has NaN, infinity or "
-                f"too large values on {where}. Look for their origin in the layers before.",
-            )
-        full = sum(map(message.mark, range(communicator.size)))
-        everywhere = len(marks) + 2 == len(summed) and all(v == full or full != full for v in marks)
-        _tell_of_skip(communicator, where, may_be_told=everywhere)
+        fail(
+            RuntimeError,
+            f"rank {communicator.rank} cannot go on: the input of {name} was refused on {where}. "
+            "The error raised there says why.",
+        )
+    if not marks:
+        return
+    if not skips(communicator, dtype):
+        fail(
+            FloatingPointError,
+            f"the batch statistics of {name} are not finite: the input has NaN, infinity or too "
+            f"large values on {where}. Look for their origin in the layers before.",
+        )
+    full = sum(map(message.mark, range(communicator.size)))
+    everywhere = len(marks) + 2 == len(summed) and all(v == full or full != full for v in marks)
+    _tell_of_skip(communicator, where, may_be_told=everywhere)
 
 
 def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:
@@ -118,26 +108,20 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     Without this, the gradient of the input is NaN on all ranks, and nobody is told where NaN came
     in. Collective, and no message of a layer: for debugging, on all ranks or on none.
     """
-    if where := _find_ranks(communicator, has_nan):
+    bare = communicator
+    while hasattr(bare, "wrapped"):
+        bare = bare.wrapped
+    marks = bare.allreduce(np.array([message.mark(bare.rank) if has_nan else 0.0])).tolist()
+    if any(marks):
         fail(
             FloatingPointError,
-            f"the gradient of the output of {name_of(communicator)} has NaN on {where}. Look for "
-            "their origin in the layers after, and in the loss.",
+            f"the gradient of the output of {name_of(communicator)} has NaN on "
+            f"{_senders(marks, bare.size)}. Look for their origin in the layers after, and in the "
+            "loss.",
         )
 
 
-def _find_ranks(communicator: Any, flag: bool) -> str:
-    """The ranks that passed True, for people. Collective, and no message of a layer.
-
-    For the way to an error: the message has as many numbers as there are ranks.
-    """
-    while hasattr(communicator, "wrapped"):
-        communicator = communicator.wrapped
-    flags = np.zeros(communicator.size)
-    flags[communicator.rank] = flag
-    return _of(np.flatnonzero(communicator.allreduce(flags)).tolist(), communicator)
-
-
-def _of(ranks: list[int], communicator: Any) -> str:
-    """Ranks, for people; "" for none."""
-    return f"rank(s) {ranks} of {communicator.size}" if ranks else ""
+def _senders(marks: list[float], size: int) -> str:
+    """The ranks that have sent marks, for people."""
+    ranks = message.marked(marks)
+    return f"rank(s) {ranks} of {size}" if ranks else "some rank"

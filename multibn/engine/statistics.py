@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from multibn import kernels, message
-from multibn._arrays import array_namespace, device, is_on_host, to_host, values
+from multibn._arrays import array_namespace, device, to_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, conversation, outcomes
 from multibn.communicators.people import announce
@@ -204,11 +204,10 @@ def refuse(
         announce(str(error))
     xp = array_namespace(like)
     wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
-    shape = (message.forward_payload(num_channels),)
-    payload = xp.full(shape, message.REFUSED, dtype=wide.dtype, device=device(wide))
-    summed = conversation.during(communicator, "forward", like.dtype).allreduce(payload)
-    if is_on_host(payload):
-        outcomes.judge(communicator, like.dtype, to_host(summed), refuses=True)
+    parts = (2 * num_channels, message.mark(communicator.rank)), (2, message.REFUSED)
+    made = {"dtype": wide.dtype, "device": device(wide)}
+    payload = message.concat([xp.full((length,), v, **made) for length, v in parts])
+    conversation.during(communicator, "forward", like.dtype).allreduce(payload)
 
 
 def not_floating(x: Array) -> TypeError:

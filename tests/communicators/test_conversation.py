@@ -170,7 +170,7 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
             np.nan,
             RuntimeError,
             r"^rank {rank} cannot go on: the input of an earlier call, bn \(forward, float32, call "
-            r"1\), was refused on another rank\. The error raised there says why\.$",
+            r"1\), was refused on some rank\. The error raised there says why\.$",
             id="a refusal is told to every rank",
         ),
     ],
