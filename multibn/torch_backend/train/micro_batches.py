@@ -79,8 +79,9 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for _, bn, _, _ in entered:
-            vars(bn).pop("pool", None)  # a layer that was reverted has none
+        for _, bn, pool, _ in entered:
+            if getattr(bn, "pool", None) is pool:  # a layer that was reverted has none
+                bn.pool = None  # not deleted: compilers before torch 2.13 could not read on
     for layer, bn, pool, convention in entered:
         # The buffers of this moment: `layer.double()` has put others in the place of the old ones.
         running = running_of(bn, convention)
