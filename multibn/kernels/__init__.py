@@ -5,10 +5,10 @@ A kernels file has the four verbs of a pass, two halves each way with the messag
 pass by known statistics. `arguments` has what the verbs take. `generic` says what each verb
 computes, and works for every library of the array API standard. `host` (NumPy arrays and torch
 tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute
-the same faster, if their compiler is installed, and pass what they have no loop for on to
-`generic`. What a file's `begin_backward` returns beside the payload and the gradients of the
-parameters, the same file's `finish_backward` takes as its last argument. Nothing here knows of
-processes.
+the same faster, if their compiler is installed and they know all fields of the arguments, and pass
+what they have no loop for on to `generic`. What a file's `begin_backward` returns beside the
+payload and the gradients of the parameters, the same file's `finish_backward` takes as its last
+argument. Nothing here knows of processes.
 """
 
 import importlib
@@ -31,7 +31,6 @@ from multibn.kernels.arguments import BatchStatistics as BatchStatistics
 from multibn.kernels.arguments import Gradient as Gradient
 from multibn.kernels.arguments import Input as Input
 from multibn.kernels.arguments import Running as Running
-from multibn.kernels.arguments import deferring
 
 
 def select(x: Array, /) -> Any:
@@ -62,6 +61,9 @@ def _native(name: str) -> Any:
     if turned_off():
         return generic
     try:
-        return deferring(importlib.import_module(f"multibn.kernels.{name}"), generic)
+        file = importlib.import_module(f"multibn.kernels.{name}")
     except ImportError:
         return generic
+    # A field that the file does not know would be forgotten in silence.
+    knows_all = all({*kind._fields} <= {*names} for kind, names in file.FIELDS.items())
+    return file if knows_all else generic

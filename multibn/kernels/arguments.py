@@ -1,6 +1,5 @@
 """The arguments and results of the verbs, the same in all kernels files."""
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from multibn._typing import Array, RunningVar
@@ -125,35 +124,3 @@ class Gradient(NamedTuple):
     batch: BatchStatistics
     y: Array | None = None
     needs_dx: bool = True
-
-
-VERBS = "begin_forward", "finish_forward", "begin_backward", "finish_backward", "normalize"
-
-
-def deferring(file: Any, reference: Any, /) -> Any:
-    """The verbs of a kernels file; those of the `reference` for what the file does not know.
-
-    `file.FIELDS` are the fields that the file knows, by their named tuple. Where other fields have
-    another value than their default, which stands for nothing to be done, the `reference` computes.
-    """
-    others = [
-        (kind, name, kind._field_defaults.get(name))
-        for kind, known in file.FIELDS.items()
-        for name in kind._fields
-        if name not in known
-    ]
-
-    def asks_more(a: Any) -> bool:
-        return isinstance(a, tuple) and (
-            any(type(a) is kind and getattr(a, name) is not usual for kind, name, usual in others)
-            or any(map(asks_more, a))
-        )
-
-    def chosen(name: str) -> Any:
-        def verb(*arguments: Any, **options: Any) -> Any:
-            chosen = reference if any(map(asks_more, arguments)) else file
-            return getattr(chosen, name)(*arguments, **options)
-
-        return verb
-
-    return SimpleNamespace(**{name: chosen(name) for name in VERBS}) if others else file

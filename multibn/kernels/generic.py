@@ -1,9 +1,6 @@
 """The verbs in the array API standard: the reference, for any library.
 
-A layer's pass is two halves each way, with the message between: `begin_forward` gives the numbers
-that the rank sends, `finish_forward` takes their sum; `begin_backward` and `finish_backward` the
-same for the gradients. `normalize` is the pass by known statistics. `arguments` describes what the
-verbs take. Then come the passes over activations, and the steps between an activation and a
+First the verbs, then the passes over activations, and the steps between an activation and a
 message.
 
 Per-channel arrays are wide (see `as_wide`), but for weight, bias and running statistics, which have
