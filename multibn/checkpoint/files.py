@@ -1,7 +1,7 @@
 """Files of arrays, read by numpy, torch and safetensors: nothing is executed, writing is atomic."""
 
+import io
 import os
-import pickle
 import secrets
 import shutil
 import zipfile
@@ -54,51 +54,33 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
         return reader(path, prefix)
     except ImportError:  # torch or safetensors is not installed
         raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # parsers raise any exception for invalid bytes
-        if isinstance(error, CheckpointError):
-            said = str(error)
-        elif isinstance(error, pickle.UnpicklingError) or "allow_pickle" in str(error):
-            said = (
-                "holds Python objects that are no arrays, or is damaged; nothing was executed. "
-                "Select the model alone with `prefix`, or save `model.state_dict()` again. Chainer "
-                "pickles parameters that are not initialised: call the model once on data before."
-            )
-        else:
-            said = (
-                f"cannot be read as {path.suffix}, it is damaged or another format "
-                f"({error!r:.200}). Copy it again from where it was saved."
-            )
-        raise CheckpointError(f"{path}: {said}") from error
+        raise CheckpointError(
+            f"{path}: cannot be read as {path.suffix} ({error!r:.200}), and nothing was executed: "
+            "it is damaged, has another format, or holds Python objects that are no arrays. Copy "
+            "it again from where it was saved, select the model alone with `prefix`, or save "
+            "`model.state_dict()` again. Chainer pickles parameters that are not initialised: call "
+            "the model once on data before."
+        ) from error
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
     """Replace `path`, or the target of the link `path`, by a new file when this is complete."""
-    suffix = path.suffix.lower()
+    content = _written(state, path.suffix.lower())
+    real = Path(os.path.realpath(path))
+    temporary = real.with_name(f".{real.name}.{secrets.token_hex(8)}")
     try:
-        real = Path(os.path.realpath(path))
-        temporary = real.with_name(f".{real.name}.{secrets.token_hex(8)}")
-        try:
-            with temporary.open("xb") as file:
-                if suffix == ".npz":
-                    import numpy as np
-
-                    np.savez_compressed(file, **state)
-                else:
-                    _write_torch(file, state, suffix)
-                file.flush()
-                os.fsync(file.fileno())
-            if real.exists():
-                shutil.copymode(real, temporary)
-            os.replace(temporary, real)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except ImportError:
-        raise
-    except Exception as error:  # torch raises RuntimeError for a full disk
-        raise CheckpointError(
-            f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}. Choose "
-            "another place, or make room."
-        ) from error
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if real.exists():
+            shutil.copymode(real, temporary)
+        os.replace(temporary, real)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def array_of(values: Mapping[str, Any], key: str) -> Any:
@@ -161,16 +143,15 @@ def _check_archive(path: Path) -> None:
         # zipfile does not compare the number in the last record; a wrong length hides members.
         file.seek(-12 - len(archive.comment), os.SEEK_END)
         count = int.from_bytes(file.read(2), "little")
-        if count not in (len(members), 0xFFFF):  # 0xFFFF: the number has its own record
-            raise zipfile.BadZipFile(f"{len(members)} of {count} members are found")
-        for member in members:
-            # zipfile unpacks other methods in pieces of any size. Of a folder, which a flag makes
-            # of any member, torch gives memory that nobody has written.
-            is_folder = member.is_dir() or member.external_attr & 0x10
-            if is_folder or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise zipfile.BadZipFile(f"{member.filename!r} is no file, stored or deflated")
-        if damaged := archive.testzip():
-            raise zipfile.BadZipFile(f"the checksum of {damaged!r} does not fit")
+        # zipfile unpacks other methods in pieces of any size. Of a folder, which a flag makes of
+        # any member, torch gives memory that nobody has written.
+        is_sound = count in (len(members), 0xFFFF) and all(  # 0xFFFF: it has its own record
+            member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            and not (member.is_dir() or member.external_attr & 0x10)
+            for member in members
+        )
+        if not is_sound or archive.testzip():
+            raise zipfile.BadZipFile("a member is hidden, damaged, or no file, stored or deflated")
 
 
 def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
@@ -208,8 +189,14 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
     return tensors
 
 
-def _write_torch(file: Any, state: Mapping[str, Any], suffix: str) -> None:
+def _written(state: Mapping[str, Any], suffix: str) -> bytes:
+    """The content of a file."""
     import numpy as np
+
+    buffer = io.BytesIO()
+    if suffix == ".npz":
+        np.savez_compressed(buffer, **state)
+        return buffer.getvalue()
     import torch
 
     # Contiguous copies that share no memory, of NumPy arrays in this machine's byte order.
@@ -222,6 +209,6 @@ def _write_torch(file: Any, state: Mapping[str, Any], suffix: str) -> None:
     if suffix == ".safetensors":
         from safetensors.torch import save
 
-        file.write(save(tensors))
-    else:
-        torch.save(tensors, file)
+        return save(tensors)
+    torch.save(tensors, buffer)
+    return buffer.getvalue()

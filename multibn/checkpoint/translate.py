@@ -94,7 +94,9 @@ def convert(
     Raises
     ------
     CheckpointError
-        If a file cannot be read, converted or written: the message begins with its name.
+        If a file cannot be read or converted: the message begins with its name.
+    OSError
+        If a file cannot be written.
 
     Examples
     --------

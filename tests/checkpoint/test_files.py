@@ -23,6 +23,10 @@ from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 BEFORE = b"what was there before"
+DAMAGED = (
+    r"cannot be read as \.(npz|pt) \(BadZipFile\('a member is hidden, damaged, or no file, stored "
+    r"or deflated'\)\), and nothing was executed: it is damaged, .*\. Copy it again"
+)
 
 
 def arrays() -> dict[str, Any]:
@@ -65,7 +69,7 @@ def refused(source: Path, message: str, **options: Any) -> None:
 
 def test_uninitialised_parameters_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **(arrays() | {"fc/W": np.asarray(None)}))
-    refused(tmp_path / "a.npz", "Python objects that are no arrays, .* Chainer pickles param")
+    refused(tmp_path / "a.npz", r"Python objects that are no arrays\. .* Chainer pickles param")
 
 
 def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
     snapshot["updater/iterator:main/_order"] = np.asarray(None)
     snapshot["extensions/LogReport/_log"] = np.asarray("[]")
     np.savez(tmp_path / "a.npz", **snapshot)
-    refused(tmp_path / "a.npz", r"Select the model alone with `prefix`")
+    refused(tmp_path / "a.npz", "select the model alone with `prefix`")
     refused(
         tmp_path / "a.npz", "'LogReport/_log'|real numbers: got <U2. Select", prefix="extensions"
     )
@@ -122,14 +126,12 @@ def test_tensors_that_numpy_does_not_have_are_refused(
     refused(tmp_path / "a.pt", f"'fc.weight' must be {message}")
 
 
-def test_a_wrong_checksum_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     data = make(tmp_path / "a.pt").read_bytes()
     value = tensors()["fc.weight"].numpy().tobytes()
     assert data.count(value) == 1
     (tmp_path / "a.pt").write_bytes(data.replace(value, value[:-1] + bytes([value[-1] ^ 1])))
-    refused(
-        tmp_path / "a.pt", r"BadZipFile\(.the checksum of '.*/data/\d' does not fit.\)\)\. Copy"
-    )
+    refused(tmp_path / "a.pt", DAMAGED)
 
 
 def test_an_archive_with_hidden_members_is_refused(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_an_archive_with_hidden_members_is_refused(tmp_path: Path) -> None:
     *_, entry, _ = [i for i in range(len(data)) if data[i : i + 4] == b"PK\x01\x02"]
     data[entry + 32] ^= 64  # the comment's length
     path.write_bytes(data)
-    refused(path, r"BadZipFile\('6 of 7 members are found'\)\)\. Copy it again")
+    refused(path, DAMAGED)
 
 
 def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     entry = max(i for i in range(len(data)) if data[i:].startswith(b"PK\x01\x02"))
     data[entry + 38] |= 0x10  # attributes of MS-DOS
     path.write_bytes(data)
-    refused(path, r"BadZipFile\(.*' is no file, stored or deflated")
+    refused(path, DAMAGED)
 
 
 def test_archives_that_would_fill_the_memory_are_refused(
@@ -190,7 +192,7 @@ def test_other_compressions_are_refused(tmp_path: Path) -> None:
     ):
         for name in sound.namelist():
             archive.writestr(name, sound.read(name))
-    refused(tmp_path / "a.npz", r"BadZipFile\(.*' is no file, stored or deflated")
+    refused(tmp_path / "a.npz", DAMAGED)
 
 
 def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> None:
@@ -202,17 +204,17 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         ("none.npz", "a.pt", r"none\.npz: no such file"),
         ("x" * 999 + ".npz", "a.pt", "xx.npz: no such file"),
         ("a\0.npz", "a.pt", "no such file"),
-        ("a.npz", "x" * 999 + ".pt", "xx.pt: cannot be written: File name too long"),
-        ("a.npz", "x" * 999 + "/b.pt", "cannot be written: File name too long"),
-        ("a.npz", "a\0.pt", "cannot be written: "),
         ("", "a.pt", "the suffix must be one of"),
         ("a.npz", "b.txt", r"b\.txt: the suffix must be one of \.npz, \.pt, .*: got '\.txt'"),
         ("a.npz", "b", "got 'none'. Rename"),
-        ("a.npz", "none/b.pt", "cannot be written: No such file or directory. Choose another"),
-        ("a.npz", "folder.pt", "cannot be written: Is a directory"),
     ):
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / src, tmp_path / dst)
+    before = sorted(tmp_path.iterdir())
+    for dst in ("none/b.pt", "folder.pt", "x" * 999 + ".pt"):
+        with pytest.raises(OSError, match=rf"\[Errno \d+\] .*: '{tmp_path}/"):
+            convert(source, tmp_path / dst)
+    assert sorted(tmp_path.iterdir()) == before
     assert convert(link, link).state.keys() == convert(source, tmp_path / "b.NPZ").state.keys()
     os.mkfifo(tmp_path / "pipe.npz")
     refused(tmp_path / "pipe.npz", "no such file")
@@ -250,7 +252,7 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"dst\..*: cannot be written: No space left on dev"):
+    with pytest.raises(OSError, match="No space left on device"):
         convert(source, target)
     assert target.read_bytes() == BEFORE
     assert len(list(tmp_path.iterdir())) == 2

@@ -267,10 +267,7 @@ def test_the_payload_executes_when_it_is_unpickled(tmp_path: Path) -> None:
 
 def test_a_file_that_executes_something_is_refused(tmp_path: Path) -> None:
     pickled(tmp_path / "a.pt", random.Random(0), tmp_path / "marker")
-    plain.refused(
-        tmp_path / "a.pt",
-        "holds Python objects that are no arrays, or is damaged; nothing was executed",
-    )
+    plain.refused(tmp_path / "a.pt", "nothing was executed: .* Python objects that are no arrays")
 
 
 def test_dicts_that_are_repeated_are_refused(tmp_path: Path) -> None:
@@ -300,7 +297,7 @@ def test_a_size_that_is_declared_too_small_is_refused(tmp_path: Path) -> None:
     struct.pack_into("<I", data, data.rfind(b"PK\x01\x02") + 24, 144)
     path.write_bytes(data)
     tracemalloc.start()
-    plain.refused(path, r"BadZipFile.*the checksum of 'bn/gamma\.npy' does not fit")
+    plain.refused(path, plain.DAMAGED)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50e6
