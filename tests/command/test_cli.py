@@ -123,7 +123,6 @@ def test_arguments_that_do_not_fit_are_refused(
     [
         (["parity", "--ranks", "0"], "--ranks must be positive: got 0"),
         (["parity", "--cases", "float23"], "--cases must match the name of a case: got 'float23'"),
-        (["parity", "--json", "/no/a.json"], "No such file or directory: '/no/a.json'"),
         (["convert", "/no/a.npz", "a.pt"], "/no/a.npz: no such file. Check the path."),
         (["convert", "a.npz", "a.pt", "--names", "/no"], "No such file or directory: '/no'"),
     ],

@@ -1,11 +1,9 @@
-"""The parity command's parts: cases, oracle, comparison, table, JSON, exit status."""
+"""The parity command's parts: cases, oracle, comparison, table, exit status."""
 
 import atexit
-import json
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from multibn import SingleProcess, _launch, cli
 from multibn._launch import WorkerError
 from multibn.parity import cases, command, oracle, worker
 from multibn.parity.cases import BOUNDS, CASES, Case
-from multibn.parity.command import Row
 from multibn.parity.worker import Error
 from tests.helpers import launch, require
 
@@ -63,7 +60,7 @@ def test_a_broken_surface_is_found(surface: str, quantity: str, by: float) -> No
     assert (worst.case, worst.quantity, worst.surface) == ("uneven", quantity, surface)
 
 
-def rows_of(monkeypatch: Any, errors: Sequence[Error], absent: str = "") -> list[Row]:
+def verdicts_of(monkeypatch: Any, errors: Sequence[Error], absent: str = "") -> list[str]:
     """Of a launch on one rank that has found `errors`."""
     monkeypatch.setattr(command, "importable", lambda name: name != absent)
     monkeypatch.setattr(command, "find_command", lambda name: None)
@@ -77,17 +74,19 @@ def rows_of(monkeypatch: Any, errors: Sequence[Error], absent: str = "") -> list
     return command.launch("gloo", 2, ["torch", "chainer"])
 
 
-def test_the_outcome_is_the_worst_that_a_row_has(monkeypatch: Any) -> None:
+def test_the_outcome_is_the_worst_that_a_launch_has(monkeypatch: Any, capsys: Any) -> None:
     torch, chainer = (Error(0.5, 1e-7, 2e-7, "y", "uneven", name) for name in ("torch", "chainer"))
-    missing = rows_of(monkeypatch, [torch], "chainer")
-    assert [row.verdict for row in missing] == ["ok", "not run"]
+    missing = verdicts_of(monkeypatch, [torch], "chainer")
+    assert missing == ["ok", "not run"]
     assert command.exit_status(missing) == 0
     assert command.exit_status(missing[1:]) == 2
-    failed = rows_of(monkeypatch, [])
-    assert [str(row)[28:] for row in failed] == ["failed: ValueError: no"] * 2
+    capsys.readouterr()
+    failed = verdicts_of(monkeypatch, [])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[28:] for line in lines] == ["failed: ValueError: no"] * 2
     assert command.exit_status(missing + failed) == 2
-    broken = rows_of(monkeypatch, [torch, chainer._replace(ratio=1.1)])
-    assert [row.verdict for row in broken] == ["ok", "BROKEN"]
+    broken = verdicts_of(monkeypatch, [torch, chainer._replace(ratio=1.1)])
+    assert broken == ["ok", "BROKEN"]
     assert command.exit_status(failed + broken) == 1
 
 
@@ -96,7 +95,7 @@ def test_the_worst_of_each_broken_case_is_named(monkeypatch: Any, capsys: Any) -
         Error(error, error, 1.0, quantity, "uneven", "torch")
         for error, quantity in ((2.0, "dx"), (9.0, "y"), (3.0, "eval"), (0.5, "dbias"))
     ]
-    rows_of(monkeypatch, [*errors, Error(10.0, 1e-3, 1e-4, "y", "masked", "torch")], "chainer")
+    verdicts_of(monkeypatch, [*errors, Error(10.0, 1e-3, 1e-4, "y", "masked", "torch")], "chainer")
     assert capsys.readouterr().out.splitlines()[1:3] == [
         "    uneven: 9e+00 in y, bound 1e+00",
         "    masked: 1e-03 in y, bound 1e-04",
@@ -125,11 +124,14 @@ def test_a_shape_that_differs_is_an_infinite_error() -> None:
     assert oracle.relative_error(np.ones((0, 3)), np.ones((0, 3)), np.ones((0, 3))) == 0
 
 
-def test_the_table_fits_80_columns() -> None:
+def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
     """With the names of the case and of the quantity that failed."""
     case = max((case.name for case in cases.CASES), key=len)
     errors = [Error(np.inf, np.inf, 1e-6, "running_mean", case, "chainer")]
-    lines = str(Row("chainermn naive", 16, "chainer", "BROKEN", errors=errors)).splitlines()
+    monkeypatch.setattr(command, "missing", lambda surface, over: "")
+    monkeypatch.setattr(command, "run_workers", lambda *_, **__: [errors])
+    command.launch("chainermn naive", 16, ["chainer"])
+    lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].split()[-4:] == ["inf", "running_mean,", case, "BROKEN"]
 
@@ -151,19 +153,6 @@ def test_a_case_of_recomputation_runs_each_step_again(monkeypatch: Any) -> None:
         (case,) = cases.select([name])
         worker.train("torch", case, SingleProcess())
         assert len(again) == count
-
-
-def test_json_holds_every_row(tmp_path: Path) -> None:
-    errors = [Error(np.inf, np.inf, 1e-6, "y", "uneven", "torch")]
-    rows = [
-        Row("gloo", 2, "torch", "BROKEN", errors=errors),
-        Row("mpi", 2, "torch", "not run", "no mpiexec on PATH"),
-    ]
-    command.write_json(rows, tmp_path / "a.json")
-    document = json.loads((tmp_path / "a.json").read_text())
-    assert document["exit_status"] == 1
-    assert document["rows"][0]["errors"][0]["error"] is None  # JSON has no infinity
-    assert document["rows"][1]["reason"] == "no mpiexec on PATH"
 
 
 def ends_badly(_: Any) -> None:
@@ -207,6 +196,8 @@ def unlike() -> Any:
 def test_a_pair_that_differs_is_found() -> None:
     require.need("torch", "chainer")
     errors = worker.models(SingleProcess(), f"{__name__}:unlike")
+    alike = {f"{framework} alone and on ranks" for framework in ("torch", "chainer")}
+    assert {e.case for e in errors if e.ratio <= 1} == alike
     assert {(e.case, e.quantity) for e in errors if e.ratio > 1} == {
         (f"torch and chainer {where}", quantity)
         for where in ("alone", "on ranks")

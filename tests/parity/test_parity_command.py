@@ -1,63 +1,56 @@
 """`multibn parity` as a user runs it, on one and two ranks and a few cases."""
 
-import json
-import tempfile
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from multibn import _launch, cli
+from multibn import SingleProcess, _launch, cli
+from multibn.parity import worker
 from multibn.parity.cases import BOUNDS
 from tests.helpers import launch, require
 
 pytestmark = pytest.mark.launches
-CASES = ["uneven", "empty-rank", "mean-1e4", "recompute"]
+NAMES = ["uneven", "empty-rank", "mean-1e4", "recompute"]
 
 
-def _parity(*options: str) -> list[dict[str, Any]]:
-    """The rows that the command writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "out.json")
-        command = [launch.python(), "-m", "multibn", "parity", *options, "--json", str(path)]
-        ran = _launch.run(command, timeout=280, variables=launch.VARIABLES)
-        assert path.exists(), ran.stdout
-        document = json.loads(path.read_text())
-    assert ran.returncode == document["exit_status"] == 0, document
-    found: list[dict[str, Any]] = document["rows"]
-    return found
+def _parity(*options: str) -> list[str]:
+    """The lines of the table that the command prints, and the counts of verdicts."""
+    command = [launch.python(), "-m", "multibn", "parity", *options]
+    ran = _launch.run(command, timeout=280, variables=launch.VARIABLES)
+    assert ran.returncode == 0, ran.stdout
+    return [line for line in ran.stdout.splitlines() if line.endswith(" ok")]
 
 
 _EVERY = pytest.mark.beside(
-    partial(_parity, "--ranks", "1", "2", "--cases", *CASES),
+    partial(_parity, "--ranks", "1", "2", "--cases", *NAMES),
     *("torch", "chainer", "torchrun", "mpiexec"),
 )
 
 
 @_EVERY
-def test_every_combination_is_within_bounds(beside: list[dict[str, Any]]) -> None:
-    over = [("single process", 1)]
-    over += [(name, size) for name in ("gloo", "mpi", "chainermn naive") for size in (1, 2)]
-    assert {(row["surface"], row["communicator"], row["size"]) for row in beside} == {
-        (surface, *place) for surface in ("torch", "chainer") for place in over
-    }
-    for row in beside:
-        assert row["verdict"] == "ok", row
-        assert list(dict.fromkeys(error["case"] for error in row["errors"])) == CASES
-        assert {error["quantity"] for error in row["errors"]} == BOUNDS["float32"].keys()
+def test_every_combination_is_within_bounds(beside: list[str]) -> None:
+    over = ["single process x1"]
+    over += [f"{name} x{size}" for name in ("gloo", "mpi", "chainermn naive") for size in (1, 2)]
+    assert [line[:27].rstrip() for line in beside] == [
+        *(f"{place:19} {surface}" for place in over for surface in ("torch", "chainer")),
+        f"{2 * len(over)} ok",
+    ]
 
 
-def test_a_pair_of_models_is_compared_alone_and_on_two_ranks() -> None:
+def test_all_quantities_of_the_chosen_cases_are_measured() -> None:
     require.need("torch", "chainer")
-    (row,) = _parity("--model", "tests.helpers.models:pair")
-    assert (row["communicator"], row["size"], row["verdict"]) == ("gloo", 2, "ok")
-    assert {error["case"] for error in row["errors"]} == {
-        "torch and chainer alone",
-        "torch and chainer on ranks",
-        "torch alone and on ranks",
-        "chainer alone and on ranks",
-    }
+    errors = worker.measure(SingleProcess(), list(worker.SURFACES), NAMES)
+    for surface in worker.SURFACES:
+        own = [error for error in errors if error.surface == surface]
+        assert list(dict.fromkeys(error.case for error in own)) == NAMES
+        assert {error.quantity for error in own} == BOUNDS["float32"].keys()
+
+
+def test_a_pair_of_models_is_compared_on_two_ranks() -> None:
+    require.need("torch", "chainer")
+    row, counts = _parity("--model", "tests.helpers.models:pair")
+    assert row.startswith("gloo x2             models ")
+    assert counts == "1 ok"
 
 
 def test_a_misspelt_pair_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
