@@ -21,13 +21,7 @@ from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.engine.precise import Pass, Population, Words, input_of
-
-_WORDS = Words(
-    title="fine-tuning",
-    source="`iterator`",
-    readers="`iterator` or `converter`",
-)
+from multibn.engine.precise import Pass, Population, input_of
 
 
 class FinetunePopulationStatistics(training.Extension):
@@ -122,7 +116,8 @@ class FinetunePopulationStatistics(training.Extension):
 
     def __call__(self, trainer: Any = None) -> None:
         norms = _norms(self._target)
-        run = Pass(norms, participants(self._target, self._comm), _WORDS)
+        world, source = participants(self._target, self._comm), "`iterator` or `converter`"
+        run = Pass(norms, world, title="fine-tuning", source=source)
         with (
             _unchanged(self._target, self._function),
             chainer.using_config("train", True),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from multibn._arrays import array_namespace, is_on_host
 from multibn._progress import progress as show_progress
@@ -29,14 +29,6 @@ class Population(PopulationEstimator):
         return batch.mean, running_variance(batch, local_count=0), batch.count > 0
 
 
-class Words(NamedTuple):
-    """A backend's own words, for the messages."""
-
-    title: str  # of the progress bar
-    source: str  # what gives the batches
-    readers: str  # what may raise while a batch is read
-
-
 class Pass(Taping):
     """A run of a model without gradients over the batches of all ranks of `communicator`.
 
@@ -44,12 +36,15 @@ class Pass(Taping):
     `estimator` as `Population` or None, and `write(mean, var)`. The inputs of the layers of this
     package are those of their messages; the backends add those of the frameworks' own layers. A
     rank without a batch repeats the visits of its last batch, for which the other ranks' layers
-    wait.
+    wait. `title` is of the progress bar; messages call what gives the batches `source`.
     """
 
-    def __init__(self, layers: Sequence[Any], communicator: Communicator, words: Words) -> None:
+    def __init__(
+        self, layers: Sequence[Any], communicator: Communicator, *, title: str, source: str
+    ) -> None:
         super().__init__(None)
-        self._layers, self._communicator, self._words = layers, communicator, words
+        self._layers, self._communicator = layers, communicator
+        self._title, self._source = title, source
         self._visits: list[Callable[[], object]] = []
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
@@ -94,13 +89,13 @@ class Pass(Taping):
         Raises ValueError on all ranks if layers are shared and one rank never has a batch: only a
         forward pass shows in which order that rank must visit the layers.
         """
-        rank, source, readers = self._communicator.rank, self._words.source, self._words.readers
+        rank, source = self._communicator.rank, self._source
         is_shared = any(layer.communicator.size > 1 for layer in self._layers)
         steps = Lockstep(
-            batches, self._communicator, source=readers, amount=samples_in, everywhere=is_shared
+            batches, self._communicator, source=source, amount=samples_in, everywhere=is_shared
         )
         num_steps = num_batches = samples = 0
-        with show_progress(progress and rank == 0, self._words.title, total) as advance:
+        with show_progress(progress and rank == 0, self._title, total) as advance:
             for step in islice(steps, num_iters):
                 last_pass, self._visits = self._visits, []
                 with self:

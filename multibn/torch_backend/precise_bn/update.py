@@ -20,16 +20,10 @@ from torch.utils.data import DataLoader
 from multibn._typing import check_choice, check_int
 from multibn.communicators import CommunicatorLike
 from multibn.engine.population import Pool
-from multibn.engine.precise import Pass, Words
+from multibn.engine.precise import Pass
 from multibn.torch_backend.precise_bn.watched import Estimator, layers_in_training
 from multibn.torch_backend.train.synchrony import participants
 from multibn.torch_backend.train.uneven import tensors_in
-
-_WORDS = Words(
-    title="precise batch norm",
-    source="`data_loader`",
-    readers="`data_loader`",
-)
 
 
 def update_bn_stats(
@@ -122,7 +116,8 @@ def update_bn_stats(
         )
         return
     known = [n for n in (num_iters, length_hint(data_loader)) if n]
-    run = Pass(layers, participants(model, process_group), _WORDS)
+    world = participants(model, process_group)
+    run = Pass(layers, world, title="precise batch norm", source="`data_loader`")
     with _unchanged(inner), torch.no_grad(), ExitStack() as hooks:
         if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
