@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import multibn
 from multibn._environment import find_command
-from multibn.communicators import Communicator, SingleProcess
+from multibn.communicators import Communicator, SingleProcess, as_communicator
 
 # The launcher of each communicator; "" starts one process without a launcher.
 LAUNCHERS = {
@@ -117,23 +117,20 @@ def enter_world(name: str) -> Communicator:
     if name == "gloo":
         import torch.distributed as dist
 
-        from multibn.communicators.transports.torch_distributed import TorchDistributed
-
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        return TorchDistributed()
+        return as_communicator(dist.group.WORLD)
     if name == "mpi":
-        from multibn.communicators.transports.mpi import MPI
+        from mpi4py.MPI import COMM_WORLD
 
-        return MPI()
+        return as_communicator(COMM_WORLD)
     if name == "chainermn naive":
         from multibn.chainer_backend import compat
-        from multibn.communicators.transports.chainermn import ChainerMN
 
         compat.make_importable()
         import chainermn
 
-        return ChainerMN(chainermn.create_communicator("naive"))
+        return as_communicator(chainermn.create_communicator("naive"))
     return SingleProcess()
 
 

@@ -81,7 +81,7 @@ def _convert(args: argparse.Namespace) -> int:
     multibn convert --prefix updater/model:main snapshot.npz model.pt
     multibn convert --names names.json model.pt model.npz
     """
-    names = _names(args.names) if args.names else None
+    names = json.loads(args.names.read_text(encoding="utf-8")) if args.names else None
     verb = _verb(args.dst)
     converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
     wrapper = textwrap.TextWrapper(
@@ -94,20 +94,6 @@ def _convert(args: argparse.Namespace) -> int:
         print(wrapper.fill(f"note: {note}"))
     print(f"{verb} {args.dst}: {len(converted.state)} arrays")
     return 0
-
-
-def _names(path: Path) -> dict[str, str | None]:
-    """The new names of layers or arrays by the old ones, from a JSON file."""
-    try:
-        names: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
-        if not all(value is None or isinstance(value, str) for value in names.values()):
-            raise TypeError("a value is neither a string nor null")
-    except (ValueError, RecursionError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f'{path}: must be a JSON object of names, such as {{"predictor/bn": "norm"}}: {error}. '
-            "Write one, or leave it out."
-        ) from error
-    return names
 
 
 def _verb(path: Path) -> str:

@@ -106,10 +106,8 @@ def finish_forward(
     library, message = _library(type(i.x)), (summed, rank_weight, count)
     new = library.empty_like
     per_channel, number = _templates(library.numbers, i.x.shape, i.axis)
-    y, batch = (
-        new(i.x),
-        BatchStatistics(new(per_channel), new(per_channel), new(number), new(number)),
-    )
+    y = new(i.x)
+    batch = BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
     taken, state = i, _core.finish_forward(i, batch, y, *message)
     if state is None:
         taken, state = _with_copies(_core.finish_forward, i, batch, y, *message)
