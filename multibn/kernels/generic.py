@@ -330,19 +330,12 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
         moves = as_wide(moves)  # a bool times a number is of torch's default dtype
     share = (momentum or 0.0 if isinstance(momentum, float | None) else momentum) * moves
     factor = variance_factor(total, local_count, running.convention)
-    pairs = (running.mean, mean), (running.var, var * factor)
-    moved = [average(old, xp.reshape(new, old.shape), share) for old, new in pairs]
-    running.mean[...], running.var[...] = moved
-
-
-def average(old: Array, new: Array, momentum: float | Array, /) -> Array:
-    """A running statistic after a batch: a new array `old + momentum * (new - old)`."""
-    xp = array_namespace(old)
-    # The formula above would keep rounding errors of `old` at momentum 1.
-    wide = (1 - momentum) * as_wide(old) + momentum * new
-    if hasattr(momentum, "dtype"):  # 0 for a batch that is skipped, whose statistics are NaN
-        wide = xp.where(momentum == 0, as_wide(old), wide)
-    return to_device(xp.astype(wide, old.dtype, copy=False), device(old))
+    for old, new in ((running.mean, mean), (running.var, var * factor)):
+        # `old + share * (new - old)` would keep rounding errors of `old` at momentum 1.
+        wide = (1 - share) * as_wide(old) + share * xp.reshape(new, old.shape)
+        if hasattr(share, "dtype"):  # 0 for a batch that is skipped, whose statistics are NaN
+            wide = xp.where(share == 0, as_wide(old), wide)
+        old[...] = to_device(xp.astype(wide, old.dtype, copy=False), device(old))
 
 
 def variance_factor(
