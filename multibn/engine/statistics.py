@@ -32,6 +32,7 @@ from multibn.communicators.people import announce
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import Input, generic
+from multibn.kernels.arguments import NOT_FINITE, REFUSED
 from multibn.kernels.layout import channels as channels
 from multibn.kernels.layout import sizes as sizes
 
@@ -162,7 +163,7 @@ def total(
     """The statistics of all ranks' payloads, see `multibn.message`. Collective."""
     summed = communicator.allreduce(payload)
     batch, state = generic.unpack(summed, shape, weight, count)
-    if state in (kernels.REFUSED, kernels.NOT_FINITE):
+    if state in (REFUSED, NOT_FINITE):
         raise_for(state, communicator, summed, summed)
     return batch
 
@@ -172,7 +173,7 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
 
     Returns only where the batch is not finite, and to be skipped.
     """
-    if state in (kernels.REFUSED, kernels.NOT_FINITE):
+    if state in (REFUSED, NOT_FINITE):
         sums = np.atleast_2d(to_host(values(summed)))  # several under vmap, of this process alone
         outcomes.judge(communicator, x.dtype, sums.max(0))
         return

@@ -15,9 +15,10 @@ from multibn.communicators import Communicator
 from multibn.communicators.conversation import Conversation, Phase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
-from multibn.kernels import LOST, RIGHT, BatchStatistics, Running, generic
+from multibn.kernels import BatchStatistics, Running, generic
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import Input as Input
+from multibn.kernels.arguments import LOST, RIGHT
 
 # Of x; of the residual, or None, see `generic.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]

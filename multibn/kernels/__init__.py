@@ -22,11 +22,6 @@ from array_api_compat import is_cupy_array
 
 from multibn._typing import Array
 from multibn.kernels import generic as generic
-from multibn.kernels.arguments import LOST as LOST
-from multibn.kernels.arguments import NOT_FINITE as NOT_FINITE
-from multibn.kernels.arguments import ONE_VALUE as ONE_VALUE
-from multibn.kernels.arguments import REFUSED as REFUSED
-from multibn.kernels.arguments import RIGHT as RIGHT
 from multibn.kernels.arguments import BatchStatistics as BatchStatistics
 from multibn.kernels.arguments import Gradient as Gradient
 from multibn.kernels.arguments import Input as Input

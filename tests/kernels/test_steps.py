@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.kernels import NOT_FINITE, ONE_VALUE, REFUSED, RIGHT, Input, Running
+from multibn.kernels import Input, Running
+from multibn.kernels.arguments import NOT_FINITE, ONE_VALUE, REFUSED, RIGHT
 from tests.helpers.spread import spread
 from tests.kernels.passes import INTERPRETED, LIBRARIES, as_numpy, exact, libraries, only
 from tests.kernels.passes import kernels as kernels
