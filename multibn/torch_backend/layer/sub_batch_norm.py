@@ -189,30 +189,6 @@ class _SubBatchNorm(Synchronized):
         for buffer, value in zip(old, new, strict=True):
             buffer.copy_(value if count is None else torch.where(count > 0, value, buffer))
 
-    @torch.no_grad()
-    def set_num_splits(self, num_splits: int) -> None:
-        """Divide each batch into another number of splits from now on, for multigrid schedules.
-
-        Each new split starts from the statistics of the population, those in `bn`, and the number
-        of batches tracked stays. So evaluation gives the same numbers as before. Parameters and
-        buffers stay the same objects, for optimizers and DistributedDataParallel. Not collective;
-        every rank must call it.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If `num_splits` is no positive int.
-        """
-        check_int("num_splits", num_splits)
-        if num_splits == self.num_splits:
-            return
-        self.num_splits = num_splits
-        self.split_bn.num_features = num_splits * self.num_features
-        if self.split_bn.running_mean is not None:
-            for name in _STATISTICS:
-                # `.data` changes the size of the same object: other references stay valid.
-                getattr(self.split_bn, name).data = getattr(self.bn, name).repeat(num_splits)
-
     def extra_repr(self) -> str:
         shared = super().extra_repr()
         return f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}{shared}"

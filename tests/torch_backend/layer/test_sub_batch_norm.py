@@ -153,37 +153,6 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         )
 
 
-def test_set_num_splits_keeps_the_population() -> None:
-    layer = trained(num_splits=4)
-    x = torch.randn(8, C, 2, 3, 3)
-    buffers = dict(layer.named_buffers())
-    before = copy.deepcopy(layer.bn.state_dict())
-    evaluated = layer.eval()(x)
-    for num_splits in (2, 8, 1, 4):
-        layer.set_num_splits(num_splits)
-        assert layer.num_splits == num_splits
-        torch.testing.assert_close(layer.eval()(x), evaluated, rtol=0, atol=0)
-        for name in ("running_mean", "running_var"):
-            torch.testing.assert_close(
-                getattr(layer.split_bn, name), before[name].repeat(num_splits), rtol=0, atol=0
-            )
-        layer.aggregate_stats()
-        torch.testing.assert_close(layer.bn.state_dict(), before)
-    assert {k: id(v) for k, v in layer.named_buffers()} == {k: id(v) for k, v in buffers.items()}
-    assert layer.split_bn.num_features == 4 * C
-
-    layer.train()(x)
-    state = copy.deepcopy(layer.state_dict())
-    layer.set_num_splits(4)  # the same number: the splits keep what is their own
-    torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
-    assert int(layer.split_bn.num_batches_tracked) == 4
-    untracked = make(2, C, track_running_stats=False)
-    untracked.set_num_splits(4)
-    assert untracked(x).shape == x.shape
-    with pytest.raises(ValueError, match="`num_splits` must be positive: got -1"):
-        untracked.set_num_splits(-1)
-
-
 def test_momentum_is_split_bns() -> None:
     """Loops over a model's batch norms, for momentum schedules, reach it."""
     layer = trained()
