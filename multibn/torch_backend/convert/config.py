@@ -1,6 +1,6 @@
 """The normalization layer that a PySlowFast config names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,9 +29,9 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     Parameters
     ----------
     cfg
-        A yacs CfgNode, an OmegaConf config, a dict, or an object with attributes (a dataclass),
-        with a node BN of any of these kinds. Only NORM_TYPE is required. The other entries have
-        PySlowFast's defaults: NUM_SPLITS 1, NUM_SYNC_DEVICES 1, GLOBAL_SYNC False.
+        A yacs CfgNode, an OmegaConf config or a dict, with a node BN of any of these kinds. Only
+        NORM_TYPE is required. The other entries have PySlowFast's defaults: NUM_SPLITS 1,
+        NUM_SYNC_DEVICES 1, GLOBAL_SYNC False.
     dim
         1, 2 or 3: whether the input is `(N, C, L)` (or `(N, C)`), `(N, C, H, W)` or
         `(N, C, T, H, W)`.
@@ -58,24 +58,18 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
         of_dim = getattr(room, f"{name}{dim}d")
         return partial(of_dim, **options) if options else of_dim
 
-    bn = _get(cfg, "BN", {})
-    splits, devices = _get(bn, "NUM_SPLITS", 1), _get(bn, "NUM_SYNC_DEVICES", 1)
-    options = {"num_sync_devices": devices, "global_sync": _get(bn, "GLOBAL_SYNC", False)}
+    bn = cfg.get("BN", {})
+    splits, devices = bn.get("NUM_SPLITS", 1), bn.get("NUM_SYNC_DEVICES", 1)
+    options = {"num_sync_devices": devices, "global_sync": bn.get("GLOBAL_SYNC", False)}
     layers = {
         "batchnorm": layer(nn, "BatchNorm"),
         "sub_batchnorm": layer(sub_batch_norm, "SubBatchNorm", num_splits=splits),
         "sync_batchnorm": layer(naive, "NaiveSyncBatchNorm", **options),
         "sync_batchnorm_apex": layer(modules, "SyncBatchNorm", process_group=devices or None),
     }
-    norm_type = _get(bn, "NORM_TYPE", None)
-    if not isinstance(norm_type, str) or norm_type not in layers:
+    norm_type = bn.get("NORM_TYPE")
+    if norm_type not in layers:
         raise NotImplementedError(
             f"`cfg.BN.NORM_TYPE` must be one of {', '.join(map(repr, layers))}: got {norm_type!r}."
         )
     return layers[norm_type]
-
-
-def _get(node: Any, key: str, default: Any) -> Any:
-    if isinstance(node, Mapping):  # the nodes of yacs and OmegaConf are mappings
-        return node.get(key, default)
-    return getattr(node, key, default)

@@ -1,7 +1,6 @@
 """`get_norm` over every kind of config."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,10 +36,6 @@ def _dict(**bn: Any) -> Any:
     return {"BN": bn}
 
 
-def _attributes(**bn: Any) -> Any:
-    return SimpleNamespace(BN=SimpleNamespace(**bn))
-
-
 def _yacs(**bn: Any) -> Any:
     config = pytest.importorskip("yacs.config")
     return config.CfgNode({"BN": bn})
@@ -58,7 +53,7 @@ def _omegaconf_struct(**bn: Any) -> Any:
     return cfg
 
 
-KINDS = pytest.mark.parametrize("kind", [_dict, _attributes, _yacs, _omegaconf, _omegaconf_struct])
+KINDS = pytest.mark.parametrize("kind", [_dict, _yacs, _omegaconf, _omegaconf_struct])
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
@@ -92,7 +87,7 @@ def test_the_keys_are_read(kind: Any) -> None:
 def test_what_is_wrong_is_named(kind: Any) -> None:
     known = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm', 'sync_batchnorm_apex'"
     wrong = (kind(NORM_TYPE="layernorm"), "'layernorm'"), (kind(NUM_SPLITS=2), "None")
-    for cfg, got in (*wrong, ({}, "None"), (SimpleNamespace(), "None")):
+    for cfg, got in (*wrong, ({}, "None")):
         message = f"BN.NORM_TYPE` must be one of {known}: got {got}"
         with pytest.raises(NotImplementedError, match=message):  # as in PySlowFast
             get_norm(cfg)
