@@ -83,10 +83,6 @@ _RULES = {
     "buffer_layers": Wrong(((-1,), ("1",), (0.5,), (True,))),
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
-# Of a callable by name, in the place of the rule above.
-OTHER_RULES = {
-    ("get_norm", "dim"): Wrong((0, 4, -1, *ANY_INT.values)),
-}
 EXEMPT = {
     "communicators.transports.mpi.MPI(comm=)",  # looking at it initialises MPI
 }
@@ -128,7 +124,6 @@ def _torch() -> dict[Call, Call]:
         **{cls: partial(cls, num_features=3) for cls in layers},
         **{cls: partial(cls, num_splits=2, num_features=3) for cls in sub},
         **{function: partial(function, _model()) for function in of_models},
-        tb.get_norm: partial(tb.get_norm, {"BN": {"NORM_TYPE": "batchnorm"}}),
         tb.convert_sync_batchnorm: lambda **options: tb.convert_sync_batchnorm(_model(), **options),
         tb.convert_sub_batchnorm: convert_sub,
         tb.sync_batch_norm: partial(tb.sync_batch_norm, x),
@@ -250,7 +245,7 @@ def _wrong(built: Any) -> Iterator[tuple[str, Any, str]]:
     """Arguments of `built`, values that it must refuse, and a pattern that the error must have."""
     parameters = inspect.signature(built).parameters
     for name in (*parameters, *HANDED_ON.get(built.__name__, ())):
-        rule = OTHER_RULES.get((built.__name__, name), RULES.get(name))
+        rule = RULES.get(name)
         if rule is None or f"{_name(built)}({name}=)" in EXEMPT:
             continue
         own = parameters.get(name)

@@ -12,23 +12,17 @@ require.need("torch")
 from torch import nn  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
-    NaiveSyncBatchNorm1d,
-    NaiveSyncBatchNorm2d,
     NaiveSyncBatchNorm3d,
-    SubBatchNorm1d,
-    SubBatchNorm2d,
     SubBatchNorm3d,
-    SyncBatchNorm1d,
-    SyncBatchNorm2d,
     SyncBatchNorm3d,
     get_norm,
 )
 
 CLASSES: dict[str, Any] = {
-    "batchnorm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    "sub_batchnorm": (SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d),
-    "sync_batchnorm": (NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d),
-    "sync_batchnorm_apex": (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d),
+    "batchnorm": nn.BatchNorm3d,
+    "sub_batchnorm": SubBatchNorm3d,
+    "sync_batchnorm": NaiveSyncBatchNorm3d,
+    "sync_batchnorm_apex": SyncBatchNorm3d,
 }
 
 
@@ -56,13 +50,12 @@ def _omegaconf_struct(**bn: Any) -> Any:
 KINDS = pytest.mark.parametrize("kind", [_dict, _yacs, _omegaconf, _omegaconf_struct])
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3])
 @pytest.mark.parametrize("norm_type", CLASSES)
-def test_every_type_has_the_arguments_that_are_passed_on(norm_type: str, dim: int) -> None:
-    norm = get_norm(_dict(NORM_TYPE=norm_type), dim)
+def test_every_type_has_the_arguments_that_are_passed_on(norm_type: str) -> None:
+    norm = get_norm(_dict(NORM_TYPE=norm_type))
     assert isinstance(norm, type) == (norm_type == "batchnorm")  # code of others looks at the class
     layer: Any = norm(num_features=3, eps=1e-3)
-    assert type(layer) is CLASSES[norm_type][dim - 1]
+    assert type(layer) is CLASSES[norm_type]
     assert getattr(layer, "split_bn", layer).eps == 1e-3
 
 
@@ -80,7 +73,7 @@ def test_the_keys_are_read(kind: Any) -> None:
     norm = get_norm(kind(NORM_TYPE="sync_batchnorm", NUM_SYNC_DEVICES=None))
     assert repr(norm(num_features=3).process_group).endswith(", 'machine')")
     for norm_type, cls in CLASSES.items():  # keys that are missing have defaults
-        assert type(get_norm(kind(NORM_TYPE=norm_type))(num_features=3)) is cls[2]
+        assert type(get_norm(kind(NORM_TYPE=norm_type))(num_features=3)) is cls
 
 
 @KINDS
