@@ -68,15 +68,12 @@ class EngineLine:
 class Side:
     """A gloo group of some of a group's ranks, for messages of multibn's alone.
 
-    The interfaces and the encryption are those of the user's gloo group, where the user's group is
-    one; otherwise those that torch's environment variables say. The `store` is used by this group
-    alone; `like` finds the user's group.
+    The interfaces and the encryption are those that torch's environment variables say. The `store`
+    is used by this group alone.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, like: Callable[[], dist.ProcessGroup | None]
-    ) -> None:
-        self._store, self._rank, self._size, self._like = store, rank, size, like
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._group: Any = None
         self._sent: torch.Tensor | None = None
         self._error: Exception | None = None
@@ -86,7 +83,7 @@ class Side:
         """As `Transport.open_line`."""
         if self._thread is None:
             # Connecting waits for the other ranks without a deadline of multibn's.
-            connect = partial(self._connect, self._options(timeout))
+            connect = partial(self._connect, timedelta(seconds=timeout + _AFTER))
             self._thread = threading.Thread(target=connect, daemon=True, name="multibn-gloo")
             self._thread.start()
         is_alive = self._thread.is_alive
@@ -105,17 +102,11 @@ class Side:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = None
 
-    def _options(self, timeout: float) -> Any:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._threads = _devices_of(self._like()), 1
-        options._timeout = timedelta(seconds=timeout + _AFTER)
-        return options
-
-    def _connect(self, options: Any) -> None:
+    def _connect(self, timeout: timedelta) -> None:
         try:
             # This thread would keep notices out of the store itself while it waits there.
             store = self._store.clone()  # type: ignore[attr-defined]
-            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, timeout)
         except Exception as error:
             self._error = error
 
@@ -141,15 +132,6 @@ class Side:
                     return False
 
         return done
-
-
-def _devices_of(like: dist.ProcessGroup | None) -> list[Any]:
-    """The network devices of the user's gloo group, or of torch's own choice."""
-    try:
-        devices = like._get_backend(torch.device("cpu")).options._devices  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):  # another engine's
-        devices = []
-    return list(devices) or [dist.ProcessGroupGloo.create_default_device()]
 
 
 def in_group(group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> Start:

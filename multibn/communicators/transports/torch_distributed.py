@@ -223,7 +223,7 @@ class _Transport(Transport):
             self._board = StoreBoard(store, self.rank)
             self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
             store = dist.PrefixStore("side", store)
-            self._side = Side(store, self.rank, self.size, self._group)
+            self._side = Side(store, self.rank, self.size)
         return self._board
 
     def open_line(

@@ -34,7 +34,7 @@ def _on_ranks(size: int, work: Callable[[Side, int], Any]) -> list[Any]:
     store = dist.HashStore()
 
     def run(world: ThreadCommunicator) -> Any:
-        side = Side(store, world.rank, size, lambda: None)
+        side = Side(store, world.rank, size)
         result = work(side, world.rank)
         world._exchange(None)
         side.close(failed=False)
@@ -106,6 +106,6 @@ def test_after_a_failure_alone_the_group_is_kept_for_ever(failed: bool) -> None:
 
 
 def test_a_connection_that_fails_is_an_error() -> None:
-    side = Side(dist.HashStore(), 2, 2, lambda: None)  # a rank that cannot be
+    side = Side(dist.HashStore(), 2, 2)  # a rank that cannot be
     with pytest.raises(RuntimeError, match="no connection over gloo: "):
         _opened(side, 0)
