@@ -47,6 +47,7 @@ class Transport(ABC):
     rank: int
     size: int
     known: Meeting | None = None  # before the ranks have met
+    board: Board | None = None  # where notices are left; not before the first line is open
     most_bytes = math.inf  # of an array that is not `LARGE`
 
     @abstractmethod
@@ -60,11 +61,6 @@ class Transport(ABC):
         All messages of the line are sent from `buffer`, unless that is None. `timeout` is the
         deadline of the messages, in seconds.
         """
-
-    @property
-    @abstractmethod
-    def board(self) -> Board | None:
-        """Where notices are left; None until the first line is open."""
 
     def close(self, *, failed: bool) -> None:  # noqa: B027
         """Let go of threads and connections: the group or the program ends, or this is a fork.

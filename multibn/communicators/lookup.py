@@ -143,8 +143,10 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     TypeError
         If `obj` is none of these.
     ValueError
-        If this process is not part of the group, a DeviceMesh has several dimensions, k is below 1,
-        or the list is empty or has negative or repeated ranks.
+        If this process is not part of the group, k is below 1, or the list is empty or has negative
+        or repeated ranks.
+    RuntimeError
+        If a DeviceMesh has several dimensions.
 
     Examples
     --------

@@ -162,7 +162,6 @@ class _Transport(Transport):
         self.duplicates: list[Comm] = []
         self.requests: list[Any] = []  # persistent ones
         self._comm = comm
-        self._board: _Board | None = None
 
     def open_line(
         self, number: int, buffer: HostArray | None, timeout: float
@@ -172,14 +171,9 @@ class _Transport(Transport):
         duplicate, request = source.Idup()
         self.duplicates.append(duplicate)
         yield partial(poll, request.Test)
-        return _Line(duplicate, buffer, self.requests)
-
-    @property
-    def board(self) -> "_Board | None":
         # Collectives and point-to-point messages of one communicator do not meet.
-        if self._board is None and self.duplicates:
-            self._board = _Board(self.duplicates[0])
-        return self._board
+        self.board = self.board or _Board(duplicate)
+        return _Line(duplicate, buffer, self.requests)
 
     def end(self, *, failed: bool) -> None:
         # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be

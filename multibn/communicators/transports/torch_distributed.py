@@ -50,8 +50,9 @@ class TorchDistributed(LineCommunicator):
     Raises
     ------
     ValueError
-        If this process is not part of the group, a DeviceMesh has several dimensions, or `timeout`
-        is not positive.
+        If this process is not part of the group, or `timeout` is not positive.
+    RuntimeError
+        If a DeviceMesh has several dimensions: pick one by name, `mesh["dp"]` for example.
     TypeError
         If `group` is another object.
 
@@ -71,11 +72,6 @@ class TorchDistributed(LineCommunicator):
     def __init__(self, group: Any = None, *, timeout: float | None = None) -> None:
         self.timeout = check_timeout(timeout)
         if isinstance(group, dist.DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(
-                    f"a DeviceMesh must have one dimension: got {group.ndim}, {group}. "
-                    "Pick one by name, mesh['dp'] for example."
-                )
             group = group.get_group()
         if is_outsiders_marker(group):
             raise ValueError(
@@ -101,13 +97,7 @@ class TorchDistributed(LineCommunicator):
         """The ProcessGroup."""
         if self._ranks is None:
             # init_process_group may have run again since the last use.
-            world = dist.group.WORLD
-            if world is None:
-                raise RuntimeError(
-                    "no default process group is initialised. Call "
-                    "torch.distributed.init_process_group() first, or pass None as communicator."
-                )
-            return world
+            return dist.group.WORLD or dist.distributed_c10d._get_default_group()
         known = self.known_group
         if known is None:
             if dist.group.WORLD is not None and self._known_under() is dist.group.WORLD:
@@ -210,21 +200,12 @@ class _Transport(Transport):
         self._group = _reference(group)
         self._backends = _backends(group)
         ranks = dist.get_process_group_ranks(group)
-        self._name = group.group_name
-        self.known = Meeting(self._name, ranks, ended_ranks, _world().meetings)
-        self._machine: Machine | None = None
-        self._side: Side | None = None
-        self._board: StoreBoard | None = None
-
-    @property
-    def board(self) -> StoreBoard:
-        if self._board is None:
-            store = _world().store_of(self._name)
-            self._board = StoreBoard(store, self.rank)
-            self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
-            store = dist.PrefixStore("side", store)
-            self._side = Side(store, self.rank, self.size)
-        return self._board
+        name = group.group_name
+        self.known = Meeting(name, ranks, ended_ranks, _world().meetings)
+        store = _world().store_of(name)
+        self.board: StoreBoard = StoreBoard(store, self.rank)
+        self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
+        self._side = Side(dist.PrefixStore("side", store), self.rank, self.size)
 
     def open_line(
         self, number: int, buffer: HostArray | None, timeout: float
@@ -232,8 +213,6 @@ class _Transport(Transport):
         # A network that works for NCCL need not work for gloo.
         if "cpu" not in self._backends or not dist.is_gloo_available():
             return EngineLine(number, self.size, in_group(self._group, self._device()))
-        assert self._machine is not None
-        assert self._side is not None
         line = None if number == LARGE else (yield from self._machine.open_line(number, buffer))
         return line or (yield from self._side.open_line(number, timeout))
 
@@ -247,15 +226,12 @@ class _Transport(Transport):
 
     def free(self) -> None:
         # Torch prints a trace where the process that keeps the store has ended.
-        if self._board is not None and dist.is_initialized():
-            self._board.clear(self.size)
+        if dist.is_initialized():
+            self.board.clear(self.size)
 
     def close(self, *, failed: bool) -> None:
-        if self._side is not None:
-            self._side.close(failed=failed)
-        if self._machine is not None:
-            self._machine.close(goodbye=not failed)
-        self._side = self._machine = self._board = None  # and of the store
+        self._side.close(failed=failed)
+        self._machine.close(goodbye=not failed)
 
     def end(self, *, failed: bool) -> None:
         # Torchrun ends the other ranks when it sees that this process has failed.
