@@ -82,11 +82,6 @@ class Handle:
         """Equal for handles of the same processes, as far as pickles can tell."""
         return self.__reduce__()
 
-    @property
-    def default_group(self) -> object:
-        """The default process group of torch that the processes were looked up in, or None."""
-        return None
-
 
 class SingleProcess(Handle):
     """This process alone.

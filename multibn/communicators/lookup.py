@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
+from multibn._environment import this_machine
 from multibn.communicators.base import (
     Communicator,
     Forwarding,
@@ -17,7 +18,7 @@ from multibn.communicators.base import (
     identity,
     is_outsiders_marker,
 )
-from multibn.communicators.groups import Spec, check_spec, split_by
+from multibn.communicators.objects import gather
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -56,6 +57,9 @@ _WRAPPERS = {
 }
 
 
+_Spec: TypeAlias = str | int | tuple[int, ...]
+
+
 class DefaultCommunicator(Forwarding):
     """torch's default process group where one is initialised, else this process alone.
 
@@ -74,14 +78,8 @@ class DefaultCommunicator(Forwarding):
     def __reduce__(self) -> tuple[Any, ...]:
         return default_communicator, ()
 
-    @property
-    def default_group(self) -> object:
-        # Without the attribute where torch was built without torch.distributed.
-        group = getattr(sys.modules.get("torch.distributed"), "group", None)
-        return None if group is None else group.WORLD
-
     def _look_up(self) -> Communicator:
-        if self.default_group is not None:
+        if default_group() is not None:
             return _default_group()
         self._warn_if_launched()
         return SingleProcess()
@@ -110,6 +108,13 @@ def launched_processes() -> tuple[str, int]:
     sizes = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
     name, size = max(sizes.items(), key=lambda item: item[1], default=("", 1))
     return (name, size) if size > 1 else ("", 1)
+
+
+def default_group() -> object:
+    """The default process group of torch, or None."""
+    # Without the attribute where torch was built without torch.distributed.
+    group = getattr(sys.modules.get("torch.distributed"), "group", None)
+    return None if group is None else group.WORLD
 
 
 @cache
@@ -223,16 +228,12 @@ class Group(Forwarding):
 
     def __init__(self, parent: CommunicatorLike, spec: Any, /) -> None:
         self.parent = as_communicator(parent)
-        self.spec = check_spec(spec)
+        self.spec = _checked(spec)
         self._key = identity(self.parent), self.spec
 
     @property
     def identity(self) -> object:
         return Group, *self._key
-
-    @property
-    def default_group(self) -> object:
-        return self.parent.default_group if isinstance(self.parent, Handle) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Group, (self.parent, self.spec)
@@ -243,11 +244,11 @@ class Group(Forwarding):
 
     def _look_up(self) -> Communicator:
         resolved = _resolved.get(self._key)
-        default_group = self.default_group
-        if resolved is None or resolved.default_group() is not default_group:
+        world = default_group()
+        if resolved is None or resolved.default_group() is not world:
             # A destroyed group, its threads and its connections can end.
-            reference = weakref.ref(default_group) if default_group else lambda: None
-            for spec, communicator in split_by(self.parent, self.spec).items():
+            reference = weakref.ref(world) if world else lambda: None
+            for spec, communicator in self._split().items():
                 _resolved[self._key[0], spec] = _Resolved(communicator, self.parent, reference)
             resolved = _resolved[self._key]
         if resolved.communicator is None:
@@ -257,6 +258,17 @@ class Group(Forwarding):
             )
         return resolved.communicator
 
+    def _split(self) -> "dict[_Spec, Communicator | None]":
+        """This process's group, by its spec, and other lists that ranks have passed meanwhile.
+
+        None for lists that leave this process out. Collective over `parent`.
+        """
+        if isinstance(self.spec, tuple):
+            return _listed(self.parent, self.spec)
+        if isinstance(self.spec, int):
+            return {self.spec: _consecutive(self.parent, self.spec)}
+        return {self.spec: _on_same_machine(self.parent)}
+
 
 class _Resolved(NamedTuple):
     communicator: Communicator | None  # None for a process outside the list of ranks
@@ -265,6 +277,78 @@ class _Resolved(NamedTuple):
 
 
 # The groups of this process, by the identity of the parent and the spec.
-_resolved: dict[tuple[object, Spec], _Resolved] = {}
+_resolved: dict[tuple[object, _Spec], _Resolved] = {}
+
+
+def _checked(spec: Any) -> _Spec:
+    """The spec of a `Group`, which can be a key."""
+    if isinstance(spec, int) and not isinstance(spec, bool):
+        if spec < 1:
+            raise ValueError(
+                f"a group must have 1 or more consecutive ranks: got {spec}. "
+                "Pass 'machine' for the ranks on the same machine, None for all."
+            )
+        return spec
+    if isinstance(spec, str) and spec == "machine":
+        return spec
+    if isinstance(spec, list | tuple) and all(
+        isinstance(r, int) and not isinstance(r, bool) for r in spec
+    ):
+        if not spec or min(spec) < 0 or len(set(spec)) < len(spec):
+            raise ValueError(
+                f"a list of ranks must name 1 or more, none below 0 and none twice: got {spec}."
+            )
+        return tuple(spec)
+    raise TypeError(
+        "a group must be 'machine', a number of consecutive ranks or a list of ranks: "
+        f"got {spec!r} of type {type(spec).__qualname__}."
+    )
+
+
+def _consecutive(parent: Communicator, k: int) -> Communicator:
+    if k == 1:
+        return SingleProcess()
+    rank, size = parent.rank, parent.size
+    if size % k:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            f"groups of {k} consecutive ranks need a number of ranks that {k} divides: got {size} "
+            f"in {parent!r}, on its rank {rank}. Use one of {divisors}."
+        )
+    return parent if k == size else parent.split(rank // k, rank)
+
+
+def _listed(parent: Communicator, ranks: tuple[int, ...]) -> dict[_Spec, Communicator | None]:
+    rank, size = parent.rank, parent.size
+    if max(ranks) >= size:
+        raise ValueError(
+            f"a list of ranks must name ranks below {size}, the number of ranks in {parent!r}: "
+            f"got {list(ranks)} on rank {rank}."
+        )
+    if ranks == tuple(range(size)):
+        return {ranks: parent}
+    # All ranks then know the same groups, and ask each other at the same uses of other lists.
+    lists = [tuple(each) for each in gather(ranks if rank in ranks else (), parent)]
+    alone = [member for member, each in enumerate(lists) if any(lists[r] != each for r in each)]
+    if alone:
+        raise ValueError(
+            "all ranks of a list must pass this list: some ranks in the lists of rank(s) "
+            f"{alone} of {parent!r} pass others. Got {list(ranks)} on rank {rank}."
+        )
+    groups: dict[_Spec, Communicator | None] = dict.fromkeys((*filter(None, lists), ranks))
+    if rank in ranks:
+        groups[ranks] = parent.split(min(ranks), ranks.index(rank))
+    else:
+        parent.split(size)  # no list has this color; the ranks in lists wait for all of `parent`
+    return groups
+
+
+def _on_same_machine(parent: Communicator) -> Communicator:
+    if parent.size == 1:
+        return parent
+    machines = gather(this_machine(), parent)
+    first = machines.index(machines[parent.rank])
+    return parent if len(set(machines)) == 1 else parent.split(first, parent.rank)
+
 
 Handle.find_default = default_communicator

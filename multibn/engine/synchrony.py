@@ -12,7 +12,7 @@ from multibn._arrays import to_host
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
 from multibn.communicators.agreement import look_at_unread
-from multibn.communicators.lookup import launched_processes
+from multibn.communicators.lookup import default_group, launched_processes
 from multibn.communicators.objects import gather
 
 _AT_MOST = 8  # names, arrays or ranks that an error message lists
@@ -30,7 +30,7 @@ def largest_group(groups: Iterable[Communicator], /, *, parameter: str) -> Commu
         while isinstance(group, Group):
             group = group.parent
         if isinstance(group, DefaultCommunicator):  # whose `size` may warn
-            is_alone = group.default_group is None
+            is_alone = default_group() is None
         else:
             is_alone = isinstance(group, SingleProcess)
         if not is_alone:

@@ -19,7 +19,7 @@ _typing _version _environment _progress registry
 _arrays checkpoint.files
 message communicators.base communicators.people communicators.notices
 checkpoint communicators.objects communicators.watch
-communicators.groups communicators.lines
+communicators.lines
 communicators.agreement communicators.outcomes communicators.transports
 communicators.lookup communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multibn import Group, as_communicator
-from multibn.communicators import Communicator, groups, lookup
+from multibn.communicators import Communicator, lookup
 from multibn.parity import oracle
 from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
@@ -57,7 +57,7 @@ def _mates(world: Communicator, k: int) -> range:
 def machines(world: Communicator, ranks_in_each: int) -> Iterator[None]:
     """Let the ranks be on machines with so many ranks each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "this_machine", lambda: f"machine {world.rank // ranks_in_each}")
+        patch.setattr(lookup, "this_machine", lambda: f"machine {world.rank // ranks_in_each}")
         patch.setattr(lookup, "_resolved", {})
         yield
 

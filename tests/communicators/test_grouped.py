@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from multibn import CommunicatorLike, Group, SingleProcess, as_communicator
-from multibn.communicators import groups, lookup
+from multibn.communicators import lookup
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -44,7 +44,7 @@ def _forget_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def machines(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Where each rank, a thread, says on which machine it is."""
     here = threading.local()
-    monkeypatch.setattr(groups, "this_machine", lambda: here.name)
+    monkeypatch.setattr(lookup, "this_machine", lambda: here.name)
     return here
 
 

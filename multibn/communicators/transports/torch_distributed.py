@@ -126,10 +126,6 @@ class TorchDistributed(LineCommunicator):
         return dist.get_world_size(self.group)
 
     @property
-    def default_group(self) -> object:
-        return dist.group.WORLD
-
-    @property
     def lines(self) -> Lines:
         group = self.group
         if self._lines is None or self._lines_of() is not group:
