@@ -247,7 +247,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             keys = dist.distributed_c10d._get_default_store().list_keys()
             assert not [key for key in keys if name in key]
         else:
-            communicator.comm.Free()
+            communicator.mpi_comm.Free()
             assert not lines.transport.duplicates
         with pytest.raises(RuntimeError, match="its process group was destroyed"):
             lines.sum(np.ones(1), "", "", 1.0)
@@ -357,7 +357,7 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
     from multibn.communicators.transports import mpi
 
     for ranks in ((world.size,), (world.rank, world.size)):
-        restored = mpi._restore(mpi.MPI, (("timeout", 1.0), ("world_ranks", ranks)))
+        restored = mpi._restore(ranks, 1.0)
         message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
         with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))

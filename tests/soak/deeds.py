@@ -84,7 +84,7 @@ def groups(world: Communicator) -> None:
 def new_group(world: Communicator) -> Any:
     """A group of the user's, of all ranks."""
     if type(world).__name__ == "MPI":
-        return world.comm.Dup()  # type: ignore[attr-defined]
+        return world.mpi_comm.Dup()  # type: ignore[attr-defined]
     return dist.new_group(list(range(world.size)))
 
 

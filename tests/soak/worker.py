@@ -43,7 +43,7 @@ def _of_widths(world: Communicator) -> dict[str, list[float]]:
 
     for C in WIDTHS:  # sums as a program without multibn would have them
         if type(world).__name__ == "MPI":
-            world.comm.Allreduce(np.ones(2 * C), np.empty(2 * C))  # type: ignore[attr-defined]
+            world.mpi_comm.Allreduce(np.ones(2 * C), np.empty(2 * C))  # type: ignore[attr-defined]
         else:
             dist.all_reduce(torch.ones(2 * C))
     counts = {"alone": most()}

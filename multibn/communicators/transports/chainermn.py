@@ -1,19 +1,19 @@
 """Communicator over one of ChainerMN's, with its rules for the communication backend."""
 
-from functools import cache, cached_property
 from typing import Any
 
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
-from multibn.communicators.transports.mpi import MPI, find_comm
+from multibn.communicators.transports.mpi import MPI
 
 
 class ChainerMN(MPI):
     """The processes of a ChainerMN communicator.
 
     Arrays in host memory travel as `MPI(comm.mpi_comm)` sends them, with its checks and deadlines;
-    those on a GPU by NCCL, or through host memory. No `allreduce` of ChainerMN's is called.
+    those on a GPU by NCCL, or through host memory. No `allreduce` of ChainerMN's is called. A
+    pickle finds the same processes as `MPI`.
 
     Parameters
     ----------
@@ -47,14 +47,8 @@ class ChainerMN(MPI):
         self, comm: Any, communication_backend: str = "auto", *, timeout: float | None = None
     ) -> None:
         super().__init__(comm.mpi_comm, timeout=timeout)
-        self._class: Any = type(comm)
-        self.comm = comm
+        self.comm = comm  # ChainerMN's
         self.communication_backend = select_backend(type(comm), communication_backend)
-
-    @cached_property
-    def comm(self) -> Any:
-        """The ChainerMN communicator."""
-        return _find_comm(self._class, self.world_ranks)
 
     def takes(self, x: Array, /) -> bool:
         if self.communication_backend != "nccl":
@@ -112,12 +106,3 @@ def sum_by_nccl(comm: Any, x: Array, /) -> Array:
         stream = cupy.cuda.get_current_stream()
         comm.allReduce(x.data.ptr, out.data.ptr, x.size, kind, nccl.NCCL_SUM, stream.ptr)
     return out
-
-
-@cache
-def _find_comm(cls: Any, world_ranks: tuple[int, ...] | None) -> Any:
-    """A communicator of `cls` over these ranks of MPI.COMM_WORLD, None for all of them.
-
-    Collective over those ranks when it is first called for them.
-    """
-    return cls(mpi_comm=find_comm(world_ranks))

@@ -91,15 +91,10 @@ class MPI(LineCommunicator):
             ranks = mpi.Group.Translate_ranks(group, range(group.size), world)
             self.world_ranks = tuple(ranks)
 
-    @property
-    def comm(self) -> "Comm":
-        """The mpi4py communicator."""
-        return self.mpi_comm
-
     @cached_property
     def mpi_comm(self) -> "Comm":
-        """As `comm`, where a class derives from this one, too."""
-        return find_comm(self.world_ranks)
+        """The mpi4py communicator."""
+        return _find_comm(self.world_ranks)
 
     @property
     def rank(self) -> int:
@@ -114,14 +109,12 @@ class MPI(LineCommunicator):
         return lines_of(self.mpi_comm)
 
     def split(self, color: int, key: int = 0) -> "MPI":
-        return MPI(self.comm.Split(color, key), timeout=self.timeout)
+        return MPI(self.mpi_comm.Split(color, key), timeout=self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world_ranks is not None and len(self.world_ranks) == 1:
             return SingleProcess, ()
-        found = ("comm", "mpi_comm", "lines")  # anew
-        kept = sorted(item for item in vars(self).items() if item[0] not in found)
-        return _restore, (type(self), tuple(kept))
+        return _restore, (self.world_ranks, self.timeout)
 
     def __repr__(self) -> str:
         ranks = "world" if self.world_ranks is None else list(self.world_ranks)
@@ -129,7 +122,7 @@ class MPI(LineCommunicator):
 
 
 @cache
-def find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
+def _find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
     """The communicator of these ranks of MPI.COMM_WORLD, None for all of them.
 
     Collective over those ranks when it is first called for them.
@@ -148,9 +141,9 @@ def find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
     return world.Create_group(world.group.Incl(world_ranks))
 
 
-def _restore(cls: type[MPI], attributes: tuple[tuple[str, Any], ...]) -> MPI:
-    restored = cls.__new__(cls)
-    vars(restored).update(attributes)
+def _restore(world_ranks: tuple[int, ...] | None, timeout: float) -> MPI:
+    restored = MPI(timeout=timeout)
+    restored.world_ranks = world_ranks
     return restored
 
 
