@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from multibn import _version, message
+from multibn.communicators.base import gather
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, Lines
-from multibn.communicators.objects import gather
 from multibn.communicators.people import by_answer, fail, for_people
 
 

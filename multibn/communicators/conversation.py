@@ -19,9 +19,8 @@ from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of
 from multibn._typing import Array
 from multibn.communicators import outcomes
 from multibn.communicators.agreement import Built, Known, agree
-from multibn.communicators.base import Communicator, Forwarding, SingleProcess
+from multibn.communicators.base import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
-from multibn.communicators.objects import gather
 from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.communicators.watch import ALIKE

@@ -20,11 +20,9 @@ import numpy as np
 
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
-from multibn.communicators.base import Handle
-from multibn.communicators.notices import Board, Meeting
-from multibn.communicators.objects import gather
+from multibn.communicators.base import Handle, gather
 from multibn.communicators.people import announce_end, uncaught
-from multibn.communicators.watch import Done, Watch, in_turn
+from multibn.communicators.watch import Board, Done, Meeting, Watch, in_turn
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 

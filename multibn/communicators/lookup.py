@@ -15,10 +15,10 @@ from multibn.communicators.base import (
     Forwarding,
     Handle,
     SingleProcess,
+    gather,
     identity,
     is_outsiders_marker,
 )
-from multibn.communicators.objects import gather
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

@@ -6,18 +6,18 @@ is an error at once. Nothing is sent while all ranks come in time.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
 from multibn._typing import check_number
-from multibn.communicators.notices import Board, Meeting, Notice, Peer, RankLostError
 from multibn.communicators.people import announce
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -39,6 +39,66 @@ _BEGIN_ANEW = (
 
 # Waits so many seconds at most, and says whether the collective is done.
 Done: TypeAlias = Callable[[float], bool]
+
+
+class Notice(NamedTuple):
+    """What a rank tells the others."""
+
+    state: str  # "waits", "looks" for a lost rank, "failed" or "left"
+    completed: int  # how many collectives the rank has completed
+    place: str  # where the rank waits, equal on ranks that will meet
+    text: str  # the place for people, or what went wrong
+    counts: dict[str, int] = {}  # of a rank that waits: `completed` of each of its groups
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Notice":
+        return cls(*json.loads(data))
+
+
+class Board(Protocol):
+    """Where ranks leave notices for each other; never blocks for long."""
+
+    def publish(self, notice: Notice, /) -> None:
+        """Leave the latest notice of this rank."""
+
+    def read(self) -> dict[int, Notice]:
+        """The latest notice of each other rank that has left one."""
+
+    def close(self) -> None:
+        """Finish publishing before the process ends."""
+        return
+
+
+class Peer(NamedTuple):
+    """The process of a rank."""
+
+    machine: str
+    pid_space: str
+    pid: int
+
+
+class Meeting(NamedTuple):
+    """What a transport knows of a group before its ranks have met."""
+
+    key: str  # a name of the group, equal on its ranks, and no other group's
+    members: Sequence[int]  # the ranks in the world, which is the same for all groups
+    find_ended: Callable[[], Collection[int]]  # those whose processes have ended; a launcher tells
+    board: Board  # of the world, for ranks that wait for others to meet
+
+
+class RankLostError(RuntimeError):
+    """A rank sends no more, as a transport has seen: its process has ended, or it `has_left`.
+
+    A rank that has left has let go of the group in order, while this one waits for its message.
+    """
+
+    def __init__(self, rank: int, *, has_left: bool = False) -> None:
+        what = f"rank {rank} has left" if has_left else f"the process of rank {rank} has ended"
+        super().__init__(what)
+        self.rank, self.has_left = rank, has_left
 
 
 class Watch:

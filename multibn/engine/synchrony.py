@@ -12,8 +12,8 @@ from multibn._arrays import to_host
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
 from multibn.communicators.agreement import look_at_unread
+from multibn.communicators.base import gather
 from multibn.communicators.lookup import default_group, launched_processes
-from multibn.communicators.objects import gather
 
 _AT_MOST = 8  # names, arrays or ranks that an error message lists
 

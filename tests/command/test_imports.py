@@ -17,8 +17,8 @@ PACKAGE = ROOT / "multibn"
 FLOORS = """
 _typing _version _environment _progress registry
 _arrays checkpoint.files
-message communicators.base communicators.people communicators.notices
-checkpoint communicators.objects communicators.watch
+message communicators.base communicators.people
+checkpoint communicators.watch
 communicators.lines
 communicators.agreement communicators.outcomes communicators.transports
 communicators.lookup communicators.conversation

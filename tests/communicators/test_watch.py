@@ -13,8 +13,15 @@ from typing import Any
 
 import pytest
 
-from multibn.communicators.notices import Meeting, Notice, RankLostError
-from multibn.communicators.watch import ALIKE, Watch, check_timeout, poll
+from multibn.communicators.watch import (
+    ALIKE,
+    Meeting,
+    Notice,
+    RankLostError,
+    Watch,
+    check_timeout,
+    poll,
+)
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.alone

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.timing import Measured
 from multibn.communicators import Communicator
-from multibn.communicators.objects import gather
+from multibn.communicators.base import gather
 from multibn.torch_backend import SyncBatchNorm
 from tests.soak.deeds import WIDTHS, deeds_of, hold
 from tests.soak.held import Held

@@ -18,8 +18,7 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.notices import Board, Notice
-from multibn.communicators.watch import Done, check_timeout, poll
+from multibn.communicators.watch import Board, Done, Notice, check_timeout, poll
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

@@ -8,7 +8,7 @@ from functools import cache
 import torch.distributed as dist
 
 from multibn.communicators.lines import after_fork
-from multibn.communicators.notices import Notice
+from multibn.communicators.watch import Notice
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
 _SURE_ANSWER = 2.0  # before an error, which would name a rank that has ended and not its reason

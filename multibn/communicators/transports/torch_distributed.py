@@ -12,7 +12,7 @@ from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._environment import ended_ranks
 from multibn._typing import Array
-from multibn.communicators.base import SingleProcess, is_outsiders_marker
+from multibn.communicators.base import SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.lines import (
     LARGE,
     HostArray,
@@ -22,12 +22,10 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
-from multibn.communicators.notices import Meeting
-from multibn.communicators.objects import gather
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import StoreBoard
-from multibn.communicators.watch import Done, check_timeout
+from multibn.communicators.watch import Done, Meeting, check_timeout
 
 
 class TorchDistributed(LineCommunicator):

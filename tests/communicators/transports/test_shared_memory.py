@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from multibn.communicators.lines import HostArray
-from multibn.communicators.notices import RankLostError
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machine
-from multibn.communicators.watch import in_turn
+from multibn.communicators.watch import RankLostError, in_turn
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 

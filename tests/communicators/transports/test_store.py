@@ -13,10 +13,9 @@ require.need("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from multibn.communicators.notices import Notice  # noqa: E402
 from multibn.communicators.transports import shared_memory  # noqa: E402
 from multibn.communicators.transports.store import StoreBoard  # noqa: E402
-from multibn.communicators.watch import in_turn  # noqa: E402
+from multibn.communicators.watch import Notice, in_turn  # noqa: E402
 
 SIZE = 64
 
