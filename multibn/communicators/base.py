@@ -67,7 +67,7 @@ class Handle:
         By which a pickle of torch's default process group finds it again; lookup.py sets this.
     """
 
-    find_default: ClassVar[Callable[[], "Handle"]]
+    find_default: ClassVar[Callable[[], Communicator]]
 
     def __copy__(self: _T) -> _T:
         return self

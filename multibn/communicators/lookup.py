@@ -5,7 +5,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -76,11 +76,11 @@ class DefaultCommunicator(Forwarding):
     _warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return default_communicator, ()
+        return as_communicator, ()
 
     def _look_up(self) -> Communicator:
         if default_group() is not None:
-            return _default_group()
+            return _default_of_torch()
         self._warn_if_launched()
         return SingleProcess()
 
@@ -117,18 +117,15 @@ def default_group() -> object:
     return None if group is None else group.WORLD
 
 
-@cache
-def default_communicator() -> DefaultCommunicator:
-    """The one handle of the default communicator."""
-    return DefaultCommunicator()
+def _wrapped(library: str, obj: Any = None) -> Communicator:
+    # By name: no library need be installed.
+    file, name = _WRAPPERS[library]
+    wrapper = getattr(import_module(f"multibn.communicators.transports.{file}"), name)
+    return cast(Communicator, wrapper(obj))
 
 
-@cache
-def _default_group() -> Communicator:
-    # By name: torch need not be installed.
-    module = import_module("multibn.communicators.transports.torch_distributed")
-    communicator: Communicator = module.TorchDistributed()
-    return communicator
+_default_of_torch = cache(partial(_wrapped, "torch"))
+_default = DefaultCommunicator()
 
 
 def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
@@ -162,17 +159,16 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     1
     """
     if obj is None:
-        return default_communicator()
+        return _default
     if isinstance(obj, Handle):  # before anything reads the rank, which may be collective
         return cast(Communicator, obj)
     # The class says which library the object comes from, without importing that library.
     libraries = {cls.__module__.partition(".")[0] for cls in type(obj).__mro__}
     if is_outsiders_marker(obj):
         libraries.add("torch")
-    for library, (file, name) in _WRAPPERS.items():
+    for library in _WRAPPERS:
         if library in libraries:
-            wrapper = getattr(import_module(f"multibn.communicators.transports.{file}"), name)
-            return cast(Communicator, wrapper(obj))
+            return _wrapped(library, obj)
     if (isinstance(obj, str) and obj == "machine") or (
         isinstance(obj, int | list | tuple) and not isinstance(obj, bool)
     ):
@@ -351,4 +347,4 @@ def _on_same_machine(parent: Communicator) -> Communicator:
     return parent if len(set(machines)) == 1 else parent.split(first, parent.rank)
 
 
-Handle.find_default = default_communicator
+Handle.find_default = as_communicator
