@@ -43,7 +43,7 @@ class Equal(LineCommunicator):
     small launch for each message, which real ranks do not have.
     """
 
-    rank, size, lines, timeout = 0, 2, None, 300.0
+    rank, size, lines = 0, 2, None
 
     def __init__(self, over: Any) -> None:
         self._over = over

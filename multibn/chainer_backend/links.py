@@ -295,7 +295,7 @@ def _wrapped(comm: CommunicatorLike, communication_backend: str) -> Communicator
     if not isinstance(communicator, ChainerMN):
         select_backend(type(comm), communication_backend)
     elif communication_backend != "auto":
-        return ChainerMN(communicator.comm, communication_backend, timeout=communicator.timeout)
+        return ChainerMN(communicator.comm, communication_backend)
     return communicator
 
 

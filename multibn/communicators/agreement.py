@@ -139,9 +139,7 @@ def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, ca
         summed = _sum(numbers, communicator)
     else:
         text = f"the first message of {call}"
-        summed = lines.sum(
-            numbers, "first message", text, communicator.timeout, number=FIRST_MESSAGES
-        )
+        summed = lines.sum(numbers, "first message", text, number=FIRST_MESSAGES)
     if message.all_equal(summed[0], summed[1], communicator.size):
         return str(layer.name)
     return _explained(layer, communicator, built, options)

@@ -185,7 +185,7 @@ class Phase(Forwarding):
             payload[:] = to_host(x)
         assert self._lines is not None
         self._tail[:] = self._sent_tail
-        self._lines.exchange(self._buffer, self._place, self, self._communicator.timeout)
+        self._lines.exchange(self._buffer, self._place, self)
         if self._summed_prints.tolist() != self._fingerprints:
             self.check(self._buffer)
         if self.name == "forward" and not is_on_host(x) and not message.is_refusal(x):
@@ -239,7 +239,7 @@ class Phase(Forwarding):
         """The payload's memory, for this call. Collective at the first one for this length."""
         assert self._lines is not None
         n, call = self._num_numbers, self._call(number)
-        self._buffer = self._lines.buffer(n + self.num_lanes, call, self._communicator.timeout)
+        self._buffer = self._lines.buffer(n + self.num_lanes, call)
         self._payload = self._buffer[:n]
         self._tail = self._buffer[n:].data
         self._summed_prints = self._tail[-2:]

@@ -49,15 +49,12 @@ class Transport(ABC):
     most_bytes = math.inf  # of an array that is not `LARGE`
 
     @abstractmethod
-    def open_line(
-        self, number: int, buffer: HostArray | None, timeout: float
-    ) -> Generator[Done, None, Line]:
+    def open_line(self, number: int, buffer: HostArray | None) -> Generator[Done, None, Line]:
         """Open a line, in steps as `in_turn` takes.
 
         Collective: all ranks open the same lines in the same order.
 
-        All messages of the line are sent from `buffer`, unless that is None. `timeout` is the
-        deadline of the messages, in seconds.
+        All messages of the line are sent from `buffer`, unless that is None.
         """
 
     def close(self, *, failed: bool) -> None:  # noqa: B027
@@ -89,44 +86,42 @@ class Lines:
         self._buffers: dict[int, tuple[HostArray, Callable[[], Done]]] = {}
         _all_lines.add(self)
 
-    def sum(
-        self, a: HostArray, place: str, text: object, timeout: float, *, number: int = _ANY
-    ) -> HostArray:
+    def sum(self, a: HostArray, place: str, text: object, *, number: int = _ANY) -> HostArray:
         """The sum of `a` over the ranks, a new array; arguments as `Watch.wait`. Collective."""
         total = a.copy()
         if self.size > 1:
-            line = self._open.get(number) or self._opened(number, None, text, timeout)
+            line = self._open.get(number) or self._opened(number, None, text)
             is_large = a.nbytes > self.transport.most_bytes
+            begin = partial(line.begin, total)
             self.watch.wait(
-                lambda: in_turn(self._sum_large(total, timeout)) if is_large else line.begin(total),
-                *(place, text, timeout),
+                (lambda: in_turn(self._sum_large(total))) if is_large else begin, place, text
             )
         return total
 
-    def _sum_large(self, a: HostArray, timeout: float) -> Iterator[Done]:
+    def _sum_large(self, a: HostArray) -> Iterator[Done]:
         """Sum in place, and open the line before, in the same wait.
 
         A rank that opens the line alone, which takes no other rank where an engine is connected,
         must not take that for a collective that all have completed.
         """
         if LARGE not in self._open:
-            self._open[LARGE] = yield from self.transport.open_line(LARGE, None, timeout)
+            self._open[LARGE] = yield from self.transport.open_line(LARGE, None)
         yield self._open[LARGE].begin(a)
 
-    def buffer(self, length: int, text: object, timeout: float) -> HostArray:
+    def buffer(self, length: int, text: object) -> HostArray:
         """Memory of `length` float64 numbers, of which `exchange` makes their sums.
 
         Layers share the memory. Collective when a line is opened for such lengths.
         """
         if length not in self._buffers:
             memory = np.zeros(length)
-            line = self._opened(length, memory, text, timeout)
+            line = self._opened(length, memory, text)
             self._buffers[length] = memory, partial(line.begin, memory)
         return self._buffers[length][0]
 
-    def exchange(self, buffer: HostArray, place: str, text: object, timeout: float) -> None:
+    def exchange(self, buffer: HostArray, place: str, text: object) -> None:
         """Sum what stands in a `buffer` over the ranks, in place. Collective."""
-        self.watch.wait(self._buffers[buffer.size][1], place, text, timeout)
+        self.watch.wait(self._buffers[buffer.size][1], place, text)
 
     def disown(self) -> None:
         """This process is a fork of the one whose place among the ranks the lines have."""
@@ -155,29 +150,27 @@ class Lines:
             self.transport.free()
         self.transport.close(failed=failed)
 
-    def _opened(self, number: int, buffer: HostArray | None, text: object, timeout: float) -> Line:
+    def _opened(self, number: int, buffer: HostArray | None, text: object) -> Line:
         self.watch.check(text)  # before a fork touches the transport
         if number != _ANY and _ANY not in self._open:
-            self._opened(_ANY, None, text, timeout)
+            self._opened(_ANY, None, text)
         opened: list[Line] = []
-        steps = self.transport.open_line(number, buffer, timeout)
+        steps = self.transport.open_line(number, buffer)
         self.watch.board = self.transport.board
         self.watch.look(f"open {number}", str(text))  # connecting to a rank that failed takes long
-        self.watch.wait(lambda: in_turn(steps, opened.append), f"open {number}", text, timeout)
+        self.watch.wait(lambda: in_turn(steps, opened.append), f"open {number}", text)
         self.watch.board = self.transport.board
         (line,) = opened
         self._open[number] = line
         if number == _ANY:
             every: Any = SimpleNamespace(rank=self.rank, size=self.size)
-            every.allreduce = lambda a: self.sum(a, "introduction", text, timeout)
+            every.allreduce = lambda a: self.sum(a, "introduction", text)
             self.watch.introduce(lambda me: gather(me, every))
         return line
 
 
 class LineCommunicator(Handle, ABC):
     """A communicator whose messages in host memory travel in lines."""
-
-    timeout: float  # seconds that a collective may take
 
     @property
     @abstractmethod
@@ -190,7 +183,7 @@ class LineCommunicator(Handle, ABC):
         assert self.lines is not None
         a = to_host(x)
         text = f"a sum of {a.dtype} numbers of shape {a.shape}"
-        return from_host(self.lines.sum(a, text, text, self.timeout), x)
+        return from_host(self.lines.sum(a, text, text), x)
 
     def takes(self, x: Array, /) -> bool:
         """Whether `x` is summed on its device; otherwise `x` goes through host memory."""

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
-from multibn._typing import check_number
 from multibn.communicators.people import announce
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -109,6 +108,7 @@ class Watch:
 
     def __init__(self, rank: int, size: int, known: Meeting | None = None) -> None:
         self.rank, self.size = rank, size
+        self.timeout = check_timeout()
         self.board: Board | None = None  # until the transport has one
         # How many collectives this rank has completed. A collective needs every rank, so the other
         # ranks are at most one ahead or behind.
@@ -131,11 +131,11 @@ class Watch:
             self._key, self._members = told[0][0], self._peers
         _watches.add(self)
 
-    def wait(self, begin: Callable[[], Done], place: str, text: object, timeout: float) -> None:
+    def wait(self, begin: Callable[[], Done], place: str, text: object) -> None:
         """Begin a collective, and return when it is done.
 
         `place` is equal on ranks that will meet; `str(text)`, the same for people, is computed only
-        where somebody is to read it. Raises TimeoutError after `timeout` seconds, ConnectionError
+        where somebody is to read it. Raises TimeoutError at the deadline, ConnectionError
         if a rank was lost or has left, and RuntimeError if another rank waits in another place, or
         after an earlier failure. An exception of another kind, KeyboardInterrupt for example, is a
         failure too: the message stays under way, and later ones would meet it.
@@ -150,8 +150,8 @@ class Watch:
             )
         try:
             done = begin()
-            if not done(min(PATIENCE, timeout)):
-                self._wait_long(done, place, str(text), timeout)
+            if not done(min(PATIENCE, self.timeout)):
+                self._wait_long(done, place, str(text))
             self.completed += 1
             self._last, self._last_at = text, time.monotonic()
         except BaseException as error:
@@ -187,8 +187,8 @@ class Watch:
             counts = {watch._key: watch.completed for watch in list(waits)}
             self.board.publish(Notice(state, self.completed, place, text, counts))
 
-    def _wait_long(self, done: Done, place: str, text: str, timeout: float) -> None:
-        deadline = time.monotonic() + max(timeout - PATIENCE, 0.0)
+    def _wait_long(self, done: Done, place: str, text: str) -> None:
+        deadline = time.monotonic() + max(self.timeout - PATIENCE, 0.0)
         self._publish("waits", place, text)
         pause = _FIRST_LOOK
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
@@ -196,7 +196,7 @@ class Watch:
             if self._before and not self._peers:
                 self._check_before_meeting(self._before, text)
             if time.monotonic() >= deadline:
-                self._miss(notices, text, timeout)
+                self._miss(notices, text)
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Notice]:
@@ -294,13 +294,13 @@ class Watch:
             "the same layers, in the same order.",
         )
 
-    def _miss(self, notices: dict[int, Notice], text: str, timeout: float) -> NoReturn:
+    def _miss(self, notices: dict[int, Notice], text: str) -> NoReturn:
         absent = [r for r in range(self.size) if r != self.rank and r not in notices]
         self._fail(
             TimeoutError,
-            f"rank {self.rank} has waited {timeout:g} s in {text} for rank(s) {_some(absent)}: "
-            f"{self._describe(absent)}. Find out what keeps it (a model in eval(), which sends no "
-            "messages?), or allow for more time: MULTIBN_TIMEOUT, or the communicator's `timeout`.",
+            f"rank {self.rank} has waited {self.timeout:g} s in {text} for rank(s) "
+            f"{_some(absent)}: {self._describe(absent)}. Find out what keeps it (a model in "
+            "eval(), which sends no messages?), or allow for more time: MULTIBN_TIMEOUT.",
         )
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
@@ -450,14 +450,11 @@ def _launcher() -> int:
     return os.getppid() if any(name in os.environ for name in known) else 0
 
 
-def check_timeout(value: Any = None, /) -> float:
-    """`value` in seconds, default MULTIBN_TIMEOUT, or 300; raises unless it is positive.
+def check_timeout() -> float:
+    """MULTIBN_TIMEOUT in seconds, or 300; raises unless it is positive.
 
     Infinity stands for a hundred million seconds.
     """
-    if value is not None:
-        check_number("timeout", value, "(0, inf]")
-        return min(float(value), _LONGEST)
     text = os.environ.get("MULTIBN_TIMEOUT", "300")
     with contextlib.suppress(ValueError):
         if float(text) > 0:

@@ -49,7 +49,6 @@ ANY_INT = Wrong((*_NOT_INTS, None))
 COUNT = Wrong((-1, *ANY_INT.values))  # from 0
 POSITIVE_INT = Wrong((0, *COUNT.values))
 CHOICE = Wrong(("nothing", 3, True, None))
-SECONDS = Wrong((0, -1.0, nan, "5", True))  # infinity is a hundred million seconds
 INTS = Wrong(((0, 1, 1), (1.5, 1, 1), ("1", 1, 1), (True, 1, 1)))  # positive, one for each axis
 GROUP = Wrong((0, -1, 2.5, "nothing", True, [0, 0]), "a communicator must|a group must|a list of")
 
@@ -66,7 +65,6 @@ _RULES = {
     "interval crop_size num_frames in_channels num_classes embed_dim num_heads": POSITIVE_INT,
     "depth dim": POSITIVE_INT,
     "num_sync_devices": Wrong(_NOT_INTS),
-    "timeout": SECONDS,
     "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
     "size": Wrong((0, -1, 2.5, "2", True, (), (3, 0), (3, 2.0))),
     "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (2, 0))),

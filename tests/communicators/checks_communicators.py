@@ -64,14 +64,14 @@ def _of_each_transport(world: Communicator) -> Iterator[Any]:
 
         for context in (contextlib.nullcontext(), _no_shared_memory()):
             with context:
-                yield TorchDistributed(dist.new_group(list(range(world.size))), timeout=60)
-        yield TorchDistributed(_of_another_backend(world.size), timeout=60)
+                yield TorchDistributed(dist.new_group(list(range(world.size))))
+        yield TorchDistributed(_of_another_backend(world.size))
         return
     from mpi4py import MPI as mpi
 
     from multibn.communicators.transports.mpi import MPI
 
-    yield MPI(mpi.COMM_WORLD.Dup(), timeout=60)
+    yield MPI(mpi.COMM_WORLD.Dup())
     if require.available("chainer"):
         from multibn.chainer_backend import compat
         from multibn.communicators.transports.chainermn import ChainerMN
@@ -79,7 +79,7 @@ def _of_each_transport(world: Communicator) -> Iterator[Any]:
         compat.make_importable()
         import chainermn
 
-        yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()), timeout=60)
+        yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()))
 
 
 @contextlib.contextmanager
@@ -250,7 +250,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             communicator.mpi_comm.Free()
             assert not lines.transport.duplicates
         with pytest.raises(RuntimeError, match="its process group was destroyed"):
-            lines.sum(np.ones(1), "", "", 1.0)
+            lines.sum(np.ones(1), "", "")
         counts.append((*_resources(), len(_lines._all_lines)))
     world.allreduce(np.ones(1))
     assert counts[-1] == counts[1]  # the first may start a thread that stays
@@ -300,7 +300,7 @@ def check_a_large_array_on_one_rank_alone_is_told_at_once(world: Communicator) -
     for context in (contextlib.nullcontext(), _no_shared_memory()):
         with context:
             communicator = fresh(world)
-            communicator.timeout = 30.0
+            communicator.lines.watch.timeout = 30.0
             communicator.allreduce(np.ones(1))
             begun = time.monotonic()
             said = _said(communicator, np.ones(1 if world.rank else 20000), world)
@@ -314,7 +314,7 @@ def check_new_groups_in_opposite_orders_are_told_at_once(world: Communicator) ->
     """Their ranks have not met: each waits where the other one will not come."""
     groups = [fresh(world) for _ in range(2)]
     for group in groups:
-        group.timeout = 30.0
+        group.lines.watch.timeout = 30.0
     said = _said(groups[world.rank], np.ones(1), world)
     groups[1 - world.rank].lines.abandon()
     assert "the ranks are in different places: rank " in said
@@ -357,7 +357,7 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
     from multibn.communicators.transports import mpi
 
     for ranks in ((world.size,), (world.rank, world.size)):
-        restored = mpi._restore(ranks, 1.0)
+        restored = mpi._restore(ranks)
         message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
         with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))

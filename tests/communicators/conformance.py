@@ -38,7 +38,7 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     late = comm.rank == comm.size - 1
     said = ""
     comm.allreduce(np.zeros(1))
-    comm.timeout = 0.8
+    comm.lines.watch.timeout = 0.8
     if late:
         notices = comm.lines.watch.board.read
         others = comm.size - 1

@@ -47,7 +47,7 @@ def test_a_restored_group_says_what_is_missing() -> None:
     from multibn.communicators.transports.torch_distributed import TorchDistributed, restore
 
     with pytest.raises(RuntimeError, match=r"made for ranks \[0, 1\] of torch.distributed, and no"):
-        restore((0, 1), 300).allreduce(np.ones(1))
+        restore((0, 1)).allreduce(np.ones(1))
     with pytest.raises(ValueError, match=r"Default process group has not been initialized"):
         TorchDistributed().allreduce(np.ones(1))
 

@@ -82,7 +82,6 @@ class CountingCommunicator(LineCommunicator):
         self.messages: list[int] = []
         self.first_messages: list[int] = []
         self._counting: _CountingLines | None = None
-        self.timeout = getattr(inner, "timeout", 0.0)
 
     @property
     def identity(self) -> object:

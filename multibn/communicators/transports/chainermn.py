@@ -22,14 +22,11 @@ class ChainerMN(MPI):
     communication_backend
         `"mpi"`, `"nccl"` or `"auto"`, which is NCCL with a pure_nccl communicator and MPI with any
         other.
-    timeout
-        Seconds that a collective over MPI may take; default: MULTIBN_TIMEOUT, or 300.
 
     Raises
     ------
     ValueError
-        If `communication_backend` is none of the three, or is `"nccl"` and `comm` is not pure_nccl;
-        or if `timeout` is not positive.
+        If `communication_backend` is none of the three, or is `"nccl"` and `comm` is not pure_nccl.
 
     Examples
     --------
@@ -43,10 +40,8 @@ class ChainerMN(MPI):
     array([ 2., 20.])
     """
 
-    def __init__(
-        self, comm: Any, communication_backend: str = "auto", *, timeout: float | None = None
-    ) -> None:
-        super().__init__(comm.mpi_comm, timeout=timeout)
+    def __init__(self, comm: Any, communication_backend: str = "auto") -> None:
+        super().__init__(comm.mpi_comm)
         self.comm = comm  # ChainerMN's
         self.communication_backend = select_backend(type(comm), communication_backend)
 
@@ -60,8 +55,7 @@ class ChainerMN(MPI):
         return sum_by_nccl(self.comm.nccl_comm, x)
 
     def split(self, color: int, key: int = 0) -> "ChainerMN":
-        comm = self.comm.split(color, key)
-        return ChainerMN(comm, self.communication_backend, timeout=self.timeout)
+        return ChainerMN(self.comm.split(color, key), self.communication_backend)
 
     def __repr__(self) -> str:
         return f"ChainerMN(communication_backend={self.communication_backend!r})"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from multibn import message
 from multibn.communicators.lines import HostArray, Line
-from multibn.communicators.watch import Done, in_turn, never, poll
+from multibn.communicators.watch import Done, check_timeout, in_turn, never, poll
 
 _ROOM = 516  # numbers of a message in its first part: the moments of 256 channels and fingerprints
 _SLICE = 0.05  # seconds; after each wait of this length, Python looks for signals
@@ -79,12 +79,11 @@ class Side:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def open_line(self, number: int, timeout: float) -> Generator[Done, None, Line]:
+    def open_line(self, number: int) -> Generator[Done, None, Line]:
         """As `Transport.open_line`."""
         if self._thread is None:
             # Connecting waits for the other ranks without a deadline of multibn's.
-            connect = partial(self._connect, timedelta(seconds=timeout + _AFTER))
-            self._thread = threading.Thread(target=connect, daemon=True, name="multibn-gloo")
+            self._thread = threading.Thread(target=self._connect, daemon=True, name="multibn-gloo")
             self._thread.start()
         is_alive = self._thread.is_alive
         yield partial(poll, lambda: not is_alive())
@@ -102,8 +101,9 @@ class Side:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = None
 
-    def _connect(self, timeout: timedelta) -> None:
+    def _connect(self) -> None:
         try:
+            timeout = timedelta(seconds=check_timeout() + _AFTER)
             # This thread would keep notices out of the store itself while it waits there.
             store = self._store.clone()  # type: ignore[attr-defined]
             self._group = dist.ProcessGroupGloo(store, self._rank, self._size, timeout)

@@ -18,7 +18,7 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.watch import Board, Done, Notice, check_timeout, poll
+from multibn.communicators.watch import Board, Done, Notice, poll
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -36,9 +36,6 @@ class MPI(LineCommunicator):
     ----------
     comm
         An mpi4py communicator; default MPI.COMM_WORLD.
-    timeout
-        Seconds that a collective may take; default: MULTIBN_TIMEOUT, or 300. MPI itself would wait
-        for ever.
 
     Attributes
     ----------
@@ -48,7 +45,7 @@ class MPI(LineCommunicator):
     Raises
     ------
     ValueError
-        If `comm` is MPI.COMM_NULL: this process is not part of it; or `timeout` is not positive.
+        If `comm` is MPI.COMM_NULL: this process is not part of it.
     TypeError
         If `comm` is an intercommunicator.
 
@@ -58,15 +55,14 @@ class MPI(LineCommunicator):
 
     >>> import numpy as np
     >>> from multibn.communicators.transports.mpi import MPI
-    >>> communicator = MPI(timeout=60)
+    >>> communicator = MPI()
     >>> communicator.allreduce(np.asarray([1.0, 10.0]))
     array([ 2., 20.])
     >>> communicator.split(communicator.rank).size
     1
     """
 
-    def __init__(self, comm: "Comm | None" = None, *, timeout: float | None = None) -> None:
-        self.timeout = check_timeout(timeout)
+    def __init__(self, comm: "Comm | None" = None) -> None:
         self.world_ranks: tuple[int, ...] | None = None
         if comm is None:
             return
@@ -108,12 +104,12 @@ class MPI(LineCommunicator):
         return lines_of(self.mpi_comm)
 
     def split(self, color: int, key: int = 0) -> "MPI":
-        return MPI(self.mpi_comm.Split(color, key), timeout=self.timeout)
+        return MPI(self.mpi_comm.Split(color, key))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world_ranks is not None and len(self.world_ranks) == 1:
             return SingleProcess, ()
-        return _restore, (self.world_ranks, self.timeout)
+        return _restore, (self.world_ranks,)
 
     def __repr__(self) -> str:
         ranks = "world" if self.world_ranks is None else list(self.world_ranks)
@@ -140,8 +136,8 @@ def _find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
     return world.Create_group(world.group.Incl(world_ranks))
 
 
-def _restore(world_ranks: tuple[int, ...] | None, timeout: float) -> MPI:
-    restored = MPI(timeout=timeout)
+def _restore(world_ranks: tuple[int, ...] | None) -> MPI:
+    restored = MPI()
     restored.world_ranks = world_ranks
     return restored
 
@@ -155,9 +151,7 @@ class _Transport(Transport):
         self.requests: list[Any] = []  # persistent ones
         self._comm = comm
 
-    def open_line(
-        self, number: int, buffer: HostArray | None, timeout: float
-    ) -> "Generator[Done, None, _Line]":
+    def open_line(self, number: int, buffer: HostArray | None) -> "Generator[Done, None, _Line]":
         # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.
         source = self.duplicates[0] if self.duplicates else self._comm
         duplicate, request = source.Idup()

@@ -25,7 +25,7 @@ from multibn.communicators.lines import (
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import StoreBoard
-from multibn.communicators.watch import Done, Meeting, check_timeout
+from multibn.communicators.watch import Done, Meeting
 
 
 class TorchDistributed(LineCommunicator):
@@ -35,20 +35,18 @@ class TorchDistributed(LineCommunicator):
     through host memory. Arrays in host memory travel in memory that the ranks share if all are on
     one machine, and otherwise in a gloo group of multibn's own, so that no message of the program
     can be taken for one of multibn's; in the group itself only where that has a backend for GPUs
-    alone. The group stays the program's: `destroy_process_group(group)` lets go of multibn's, too.
+    alone. Sums on a GPU have the deadline of the backend's watchdog, the group's own, and no other.
+    The group stays the program's: `destroy_process_group(group)` lets go of multibn's, too.
 
     Parameters
     ----------
     group
         A ProcessGroup, a one-dimensional DeviceMesh, or None for the default process group.
-    timeout
-        Seconds that a collective of arrays in host memory may take; default: MULTIBN_TIMEOUT, or
-        300. For arrays on a GPU, the backend's watchdog counts, with the group's timeout.
 
     Raises
     ------
     ValueError
-        If this process is not part of the group, or `timeout` is not positive.
+        If this process is not part of the group.
     RuntimeError
         If a DeviceMesh has several dimensions: pick one by name, `mesh["dp"]` for example.
     TypeError
@@ -60,15 +58,14 @@ class TorchDistributed(LineCommunicator):
 
     >>> import numpy as np
     >>> from multibn.communicators.transports.torch_distributed import TorchDistributed
-    >>> communicator = TorchDistributed(timeout=60)
+    >>> communicator = TorchDistributed()
     >>> communicator.size
     2
     >>> communicator.allreduce(np.asarray([1.0, 10.0]))
     array([ 2., 20.])
     """
 
-    def __init__(self, group: Any = None, *, timeout: float | None = None) -> None:
-        self.timeout = check_timeout(timeout)
+    def __init__(self, group: Any = None) -> None:
         if isinstance(group, dist.DeviceMesh):
             group = group.get_group()
         if is_outsiders_marker(group):
@@ -156,7 +153,7 @@ class TorchDistributed(LineCommunicator):
         members = {c: tuple(r for _, d, r in rows if d == c) for c in colors}
         if self._ranks is None:
             _world().make_groups(members.values())
-        return restore(members[color], self.timeout)
+        return restore(members[color])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A group of all ranks would be made again only where all are in equally many groups.
@@ -166,7 +163,7 @@ class TorchDistributed(LineCommunicator):
             return type(self).find_default, ()
         if len(self._ranks) == 1:
             return SingleProcess, ()
-        return restore, (self._ranks, self.timeout)
+        return restore, (self._ranks,)
 
     def __repr__(self) -> str:
         ranks = "world" if self._ranks is None else list(self._ranks)
@@ -201,14 +198,12 @@ class _Transport(Transport):
         self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
         self._side = Side(dist.PrefixStore("side", store), self.rank, self.size)
 
-    def open_line(
-        self, number: int, buffer: HostArray | None, timeout: float
-    ) -> Generator[Done, None, Line]:
+    def open_line(self, number: int, buffer: HostArray | None) -> Generator[Done, None, Line]:
         # A network that works for NCCL need not work for gloo.
         if "cpu" not in self._backends or not dist.is_gloo_available():
             return EngineLine(number, self.size, in_group(self._group, self._device()))
         line = None if number == LARGE else (yield from self._machine.open_line(number, buffer))
-        return line or (yield from self._side.open_line(number, timeout))
+        return line or (yield from self._side.open_line(number))
 
     def _device(self) -> torch.device:
         """Where the group can sum; a `Phase` makes the activation's GPU the current one."""
@@ -323,8 +318,8 @@ def _world() -> _World:
     return _latest_world
 
 
-def restore(ranks: tuple[int, ...], timeout: float | None = None) -> TorchDistributed:
+def restore(ranks: tuple[int, ...]) -> TorchDistributed:
     """The processes with these ranks of the default group. Their first use is collective."""
-    restored = TorchDistributed(timeout=timeout)
+    restored = TorchDistributed()
     restored._ranks = ranks
     return restored

@@ -25,7 +25,7 @@ SECONDS = 60.0
 
 def _opened(side: Side, number: int) -> Line:
     opened: list[Line] = []
-    assert in_turn(side.open_line(number, SECONDS), opened.append)(SECONDS)
+    assert in_turn(side.open_line(number), opened.append)(SECONDS)
     return opened[0]
 
 
