@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from array_api_compat import is_cupy_array, is_torch_array
+from array_api_compat import is_cupy_array
 
 from multibn._typing import Array
 from multibn.communicators.transports.mpi import MPI
@@ -12,7 +12,7 @@ class ChainerMN(MPI):
     """The processes of a ChainerMN communicator.
 
     Arrays in host memory travel as `MPI(comm.mpi_comm)` sends them, with its checks and deadlines;
-    those on a GPU by NCCL, or through host memory. No `allreduce` of ChainerMN's is called. A
+    CuPy's on a GPU by NCCL, or through host memory. No `allreduce` of ChainerMN's is called. A
     pickle finds the same processes as `MPI`.
 
     Parameters
@@ -46,9 +46,7 @@ class ChainerMN(MPI):
         self.communication_backend = select_backend(type(comm), communication_backend)
 
     def takes(self, x: Array, /) -> bool:
-        if self.communication_backend != "nccl":
-            return False
-        return is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
+        return self.communication_backend == "nccl" and is_cupy_array(x)
 
     def allreduce_on_device(self, x: Array, /) -> Array:
         self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
@@ -81,18 +79,13 @@ def select_backend(comm_type: type, communication_backend: str) -> str:
 
 
 def sum_by_nccl(comm: Any, x: Array, /) -> Array:
-    """Sum `x`, an array on a GPU, over the ranks of a NcclCommunicator of CuPy's.
+    """Sum `x`, an array of CuPy's, over the ranks of a NcclCommunicator of CuPy's.
 
     Collective. Returns a new array like `x`. Nothing waits for the host.
     """
     import cupy
     from cupy.cuda import nccl
 
-    if is_torch_array(x):
-        import torch
-
-        summed: Array = torch.from_dlpack(sum_by_nccl(comm, cupy.from_dlpack(x.detach())))
-        return summed
     with x.device:
         x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
         out = cupy.empty_like(x)
