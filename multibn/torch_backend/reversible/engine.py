@@ -120,73 +120,64 @@ class ReversibleSequence(nn.Module):
         else is passed as it is. The results have the shapes of `x1` and `x2`, and the dtype of the
         modules' inputs.
 
-        Raises TypeError if `x1` and `x2` are not floating-point tensors, and ValueError if a module
-        returns another shape than its stream's. Raises RuntimeError if a module changes its inputs,
-        or buffers other than a batch norm's; in the backward pass, if parameters have been modified
-        since the forward pass, if a module needs gradients for other tensors than its parameters
-        and `cond`, or with `create_graph=True`: use `mode="stored"`.
+        Raises TypeError if `x1` and `x2` hold integers, and ValueError if a module returns another
+        shape than its stream's. Raises RuntimeError if a module changes its inputs, or buffers
+        other than a batch norm's; in the backward pass, if parameters have been modified since the
+        forward pass, if a module needs gradients for other tensors than its parameters and `cond`,
+        or with `create_graph=True`: use `mode="stored"`.
         """
-        return run_blocks(
-            self._blocks(),
-            x1,
-            x2,
-            *cond,
-            mode=self.mode,
-            drop_path=self.drop_path,
-            tied_drop_path=self.tied_drop_path,
-            stream_dtype=self.stream_dtype,
+        return self._run(range(len(self.layers)), x1, x2, *cond)
+
+    def _run(self, which: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
+        """The forward pass of those of the layers."""
+        check_choice("mode", self.mode, Mode)
+        streams, seen = _streams(x1, x2, self.stream_dtype)
+        halves = self._halves(which, streams, seen)
+        if self._recomputes(which):
+            # Here, because its import takes seconds.
+            from multibn.torch_backend.reversible.coupling import run_recomputed
+
+            run_recomputed(halves, streams, cond)
+        else:
+            for half in halves:
+                here, there = streams[half.into], streams[1 - half.into]
+                streams[half.into] = here + half(here, there, cond)
+        return streams[0].to(seen), streams[1].to(seen)
+
+    def _recomputes(self, which: range) -> bool:
+        if self.mode == "stored" or not torch.is_grad_enabled() or torch.jit.is_tracing():
+            return False
+        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+            return False  # torch.export
+        return self.mode == "reversible" or any(
+            module.training for index in which for module in self._block(index)
         )
+
+    def _halves(self, which: range, streams: Sequence[Tensor], seen: torch.dtype) -> Iterator[Half]:
+        """F and G of each block; each draws its dropped samples when the iteration reaches it."""
+        for index in which:
+            scale = None
+            for into, module in enumerate(self._block(index)):
+                if not (self.tied_drop_path and into == 1):
+                    rate = self.drop_path[index] if module.training else 0.0
+                    scale = drop_scale(streams[into], rate)
+                yield Half(index, into, module, seen, scale)
+
+    def _block(self, index: int) -> Block:
+        layer: Any = self.layers[index]
+        return layer.F, layer.G
 
     def extra_repr(self) -> str:
         return f"mode={self.mode!r}, drop_path={self.drop_path}"
-
-    def _blocks(self) -> list[Block]:
-        return [(layer["F"], layer["G"]) for layer in self.layers]  # type: ignore[index]
-
-
-def run_blocks(
-    blocks: Sequence[Block],
-    x1: Tensor,
-    x2: Tensor,
-    *cond: Any,
-    mode: Mode,
-    drop_path: Sequence[float],
-    tied_drop_path: bool,
-    stream_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The forward pass of a `ReversibleSequence` of `blocks`, whoever holds their modules."""
-    check_choice("mode", mode, Mode)
-    streams, seen = _streams(x1, x2, stream_dtype)
-    halves = _halves(blocks, streams, seen, drop_path, tied_drop_path)
-    if _recomputes(mode, blocks):
-        # Here, because its import takes seconds.
-        from multibn.torch_backend.reversible.coupling import run_recomputed
-
-        run_recomputed(halves, streams, cond)
-    else:
-        for half in halves:
-            here, there = streams[half.into], streams[1 - half.into]
-            streams[half.into] = here + half(here, there, cond)
-    return streams[0].to(seen), streams[1].to(seen)
-
-
-def _recomputes(mode: Mode, blocks: Sequence[Block]) -> bool:
-    if mode == "stored" or not torch.is_grad_enabled() or torch.jit.is_tracing():
-        return False
-    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
-        return False  # torch.export
-    return mode == "reversible" or any(module.training for block in blocks for module in block)
 
 
 def _streams(
     x1: Tensor, x2: Tensor, stream_dtype: torch.dtype | None
 ) -> tuple[list[Tensor], torch.dtype]:
     """The streams in the dtype of their sums, and the dtype of the modules' inputs."""
-    for name, x in (("first", x1), ("second", x2)):
-        if not (isinstance(x, Tensor) and x.is_floating_point()):
-            got = x.dtype if isinstance(x, Tensor) else type(x).__qualname__
-            raise TypeError(f"the {name} stream must be a floating-point tensor: got {got}.")
     seen = torch.promote_types(x1.dtype, x2.dtype)
+    if not seen.is_floating_point:
+        raise TypeError(f"the streams must be floating-point tensors: got {x1.dtype}, {x2.dtype}.")
     kind = x1.device.type  # is_autocast_enabled raises for "meta"
     if kind != "meta" and torch.is_autocast_enabled(kind):
         seen = torch.promote_types(seen, torch.float32)
@@ -194,22 +185,6 @@ def _streams(
         # bfloat16: in a chain of many blocks, some flip. MPS has no float64.
         stream_dtype = stream_dtype or (seen if kind == "mps" else torch.float64)
     return [x.to(stream_dtype or seen) for x in (x1, x2)], seen
-
-
-def _halves(
-    blocks: Sequence[Block],
-    streams: Sequence[Tensor],
-    seen: torch.dtype,
-    rates: Sequence[float],
-    tied: bool,
-) -> Iterator[Half]:
-    """F and G of each block; each draws its dropped samples when the iteration reaches it."""
-    for index, (block, rate) in enumerate(zip(blocks, rates, strict=True)):
-        scale = None
-        for into, module in enumerate(block):
-            if not (tied and into == 1):
-                scale = drop_scale(streams[into], rate if module.training else 0.0)
-            yield Half(index, into, module, seen, scale)
 
 
 def drop_scale(stream: Tensor, rate: float) -> Tensor | None:

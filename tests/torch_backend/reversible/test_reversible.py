@@ -545,10 +545,8 @@ def test_options_that_do_not_fit_are_refused() -> None:
         TypeError, match="`stream_dtype` must be a floating-point dtype, or None: g"
     ):
         ReversibleSequence(blocks, stream_dtype=torch.int64)
-    with pytest.raises(
-        TypeError, match=r"second stream must be a floating-point tensor: got torch"
-    ):
-        ReversibleSequence(blocks)(x, x.long())
+    with pytest.raises(TypeError, match=r"must be floating-point tensors: got torch.int64, torch"):
+        ReversibleSequence(blocks)(x.long(), x.long())
     with pytest.raises(ValueError, match=r"F of block 0 must return the shape of stream 1, \(2, 3"):
         ReversibleSequence([(nn.Linear(8, 4), Mlp(8))])(x, x)
 

@@ -238,7 +238,7 @@ class TwoStreamFusion(nn.Module):
 
 
 class ReversibleBlock(nn.Module):
-    """The functions F and G of a reversible block, which `run_blocks` runs."""
+    """The functions F and G of a reversible block, which `ReversibleMViT` runs."""
 
     def __init__(self, layer: LayerSizes, config: RevMViTConfig) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
 """Reversible multi-scale vision transformers (Mangalam et al., CVPR 2022)."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from multibn.torch_backend.reversible.engine import Mode, run_blocks
+from multibn.torch_backend.reversible.engine import ReversibleSequence
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 from multibn.torch_backend.reversible.mvit.layers import (
     ReversibleBlock,
@@ -20,7 +19,7 @@ from multibn.torch_backend.reversible.mvit.layers import (
 from multibn.torch_backend.reversible.mvit.layout import Grid, patch_grid, plan
 
 
-class ReversibleMViT(nn.Module):
+class ReversibleMViT(ReversibleSequence):
     """The layers of a reversible MViT: two streams, stored at stage transitions only.
 
     Parameters
@@ -56,16 +55,15 @@ class ReversibleMViT(nn.Module):
     """
 
     def __init__(self, config: Any, model: Any = None) -> None:
-        super().__init__()
         if not isinstance(config, RevMViTConfig):
             config = RevMViTConfig.from_slowfast(config)
+        super().__init__((), mode=config.mode, tied_drop_path=config.drop_path_mode == "whole")
         layers = plan(config)
         kinds = {True: StageTransitionBlock, False: ReversibleBlock}
         self.grid = layers[0].grid
         self.dim_out = layers[-1].dim_out
-        self.mode: Mode = config.mode
         self.dropout = config.dropout_rate
-        self.tied_drop_path = config.drop_path_mode == "whole"
+        self.drop_path = [layer.drop_path for layer in layers]
         self.layers = nn.ModuleList(kinds[layer.transition](layer, config) for layer in layers)
 
     @property
@@ -77,39 +75,31 @@ class ReversibleMViT(nn.Module):
     def no_custom_backward(self, value: bool) -> None:
         self.mode = "stored" if value else "auto"
 
-    def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
+    def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:  # type: ignore[override]
         """Tokens `(B, T*H*W, embed_dim)` to both streams side by side, `(B, T'*H'*W', 2*dim_out)`.
 
         `thw` is the grid of the tokens, by default that of the config.
         """
         thw = self.grid if thw is None else thw
-        blocks: list[Any] = []
+        first = 0
         # In evaluation, attention that can be differentiated twice: torch's fused kernels cannot.
         # Not in training, whose recomputation is without gradients at first and with gradients
         # then, and would use two kernels.
         twice = not self.training and torch.is_grad_enabled()
         with sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
-            for layer in self.layers:
+            for index, layer in enumerate(self.layers):
                 if isinstance(layer, StageTransitionBlock):
-                    x, thw = layer(self._stage(blocks, x, thw), thw)
-                    blocks = []
-                else:
-                    blocks.append(layer)
-            x = self._stage(blocks, x, thw)
+                    x, thw = layer(self._stage(range(first, index), x, thw), thw)
+                    first = index + 1
+            x = self._stage(range(first, len(self.layers)), x, thw)
         return F.dropout(x, self.dropout, self.training)
 
-    def _stage(self, blocks: Sequence[Any], x: Tensor, thw: Grid) -> Tensor:
-        """Run reversible `blocks` with both streams from `x`; returns the streams side by side."""
-        streams = run_blocks(
-            [(block.F, block.G) for block in blocks],
-            x,
-            x,
-            thw,
-            mode=self.mode if self.training else "stored",
-            drop_path=[block.drop_path for block in blocks],
-            tied_drop_path=self.tied_drop_path,
-        )
-        return torch.cat(streams, dim=-1)
+    def _stage(self, which: range, x: Tensor, thw: Grid) -> Tensor:
+        """Run reversible layers with both streams from `x`; returns the streams side by side."""
+        return torch.cat(self._run(which, x, x, thw), dim=-1)
+
+    def _recomputes(self, which: range) -> bool:
+        return self.training and super()._recomputes(which)
 
 
 class PatchEmbed(nn.Module):
