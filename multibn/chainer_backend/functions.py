@@ -140,7 +140,7 @@ class BatchNormalization(FunctionNode):
         if chainer.config.enable_backprop:  # enable_double_backprop=True
             dy = masked(grad_outputs[0], self.input.mask if y is None else y > 0)
             found = self._differentiable_gradients(self._filled(inputs), dy)
-            return tuple(found[name] for name in self.names)
+            return (*found, dy)[: len(self.names)]
         (dy,) = map(chainer.as_array, grad_outputs)
         if chainer.is_debug():
             counted = generic.masked(dy, self.input.mask)
@@ -155,43 +155,35 @@ class BatchNormalization(FunctionNode):
         gradients = [v for v in (dx, *parameters, dresidual) if v is not None]
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
-    def _differentiable_gradients(self, i: Input, dy: Variable) -> dict[str, Variable]:
-        """The gradient of each input, by functions that Chainer can differentiate.
+    def _differentiable_gradients(self, i: Input, dy: Variable) -> list[Variable]:
+        """Gradients of x and the parameters, by functions that Chainer can differentiate.
 
-        For second derivatives: the analytic pass needs less time and memory. The ranks share sums;
-        the derivative of such a sum is one more sum over the ranks. `dy` is the gradient of the
-        residual: 0 where the mask is False, or a ReLU gave 0.
+        For second derivatives: the forward pass again, differentiated by Chainer. The derivative of
+        a sum over the ranks is one more such sum. `dy` is the gradient of the residual: 0 where the
+        mask is False, or a ReLU gave 0.
         """
         x, gamma, beta, eps, axis = i[:5]
-        size = self.communicator.size
-        channels = statistics.channels(x.shape, axis)
         broadcastable = tuple(1 if k in axis else n for k, n in enumerate(x.shape))
 
         def per_channel(v: Any) -> Variable:
             return F.broadcast_to(F.reshape(v, broadcastable), x.shape)
 
-        def sums(*vs: Variable) -> list[Variable]:
-            packed = F.stack([F.sum(v, axis) for v in vs])
-            (summed,) = _AllReduce(self.communicator).apply((packed,))
-            return [F.reshape(v, channels) for v in F.separate(summed)]
-
         e = float(self.batch.element_weight)
         # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
         d = masked(F.cast(x, np.float64) - per_channel(self.batch.mean), i.mask)
-        found, dy = {"residual": dy}, F.cast(dy, np.float64)
-        mean, meansqr = sums(e * d, e * d * d)
-        invstd = (meansqr - mean * mean + eps) ** -0.5
-        xhat = masked((d - per_channel(mean)) * per_channel(invstd), i.mask)
-        sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
-        dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), i.mask)
-        scale = invstd
-        if gamma is not None:
-            (copied,) = _Copied(self.communicator, 1 / size).apply((gamma,))
-            scale = scale * F.cast(copied, np.float64)
-            found["weight"] = F.cast(sum_dy_xhat / size, gamma.dtype)
-        if beta is not None:
-            found["bias"] = F.cast(sum_dy / size, beta.dtype)
-        return found | {"x": F.cast(dx * per_channel(scale), x.dtype)}
+        # All ranks hold the same parameters, so their mean changes nothing but the gradients.
+        parameters = [v for v in (gamma, beta) if v is not None]
+        terms = [F.sum(e * v, axis) for v in (d, d * d)]
+        terms += [F.cast(v, np.float64) / self.communicator.size for v in parameters]
+        (summed,) = _AllReduce(self.communicator).apply((F.stack(terms),))
+        mean, meansqr, *means = F.separate(summed)
+        y = (d - per_channel(mean)) * per_channel((meansqr - mean * mean + eps) ** -0.5)
+        y = y if gamma is None else y * per_channel(means[0])
+        y = y if beta is None else y + per_channel(means[-1])
+        found: list[Variable] = chainer.grad(
+            [y], [x, *parameters], [F.cast(dy, np.float64)], enable_double_backprop=True
+        )
+        return found
 
 
 def masked(v: Variable, mask: Array | None, /) -> Variable:
@@ -203,22 +195,15 @@ def masked(v: Variable, mask: Array | None, /) -> Variable:
 
 
 class _AllReduce(FunctionNode):
-    """y = scale * sum over ranks of x. The backward pass is the same operation."""
+    """y = sum over ranks of x. The backward pass is the same operation."""
 
-    def __init__(self, communicator: Communicator, scale: float = 1.0) -> None:
-        self.communicator, self.scale = communicator, scale
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        return (self.communicator.allreduce(inputs[0]) * inputs[0].dtype.type(self.scale),)
+        return (self.communicator.allreduce(inputs[0]),)
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
-        return _AllReduce(self.communicator, self.scale).apply(grad_outputs)
-
-
-class _Copied(_AllReduce):
-    """y = x. The backward pass is that of `_AllReduce`."""
-
-    def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        return (inputs[0].copy(),)
+        return _AllReduce(self.communicator).apply(grad_outputs)
