@@ -9,7 +9,7 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer import functions as F
 
-from multibn._typing import Array, Weighting, check_ints, check_residual
+from multibn._typing import Array, Weighting, check_residual
 from multibn.communicators import Communicator
 from multibn.communicators.outcomes import raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
@@ -35,17 +35,6 @@ def normalize(i: Input, communicator: Communicator, /, *, weighting: Weighting) 
     )
     (y,) = function.apply(arrays)
     return y
-
-
-def checked_axes(axis: Any, /) -> tuple[int, ...]:
-    """The axes to reduce; raises for `axis` unless it is an int or an ascending tuple of ints."""
-    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    check_ints("axis", axes, least=0)
-    if not axes or list(axes) != sorted(set(axes)):
-        raise ValueError(
-            f"`axis` must be an axis counted from 0 or an ascending tuple of them: got {axis!r}."
-        )
-    return axes
 
 
 def check_input(

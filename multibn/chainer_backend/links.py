@@ -51,7 +51,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     use_gamma, use_beta, initial_gamma, initial_beta, communication_backend
         As those of chainermn.links.MultiNodeBatchNormalization.
     axis
-        The axes to reduce, an int or an ascending tuple; by default all but the channel axes, which
+        The axes to reduce, an int or a tuple; by default all but the channel axes, which
         start at 1.
     weighting
         The weight of a rank: `"element"`, its elements per channel (the concatenated batch),
@@ -134,14 +134,17 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.eps = eps
         self.nonfinite: Nonfinite = nonfinite
         self.fuse_relu = fuse_relu
-        self.axis = None if axis is None else functions.checked_axes(axis)
+        if axis is not None:
+            axis = tuple(sorted({*axis} if isinstance(axis, Sequence) else {axis}))
+            check_ints("axis", axis, least=0)
+        self.axis = axis
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
         if self._highprec_dtype.kind != "f":
             raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")
-        channels = _channels(size)
+        check_ints("size", size if isinstance(size, Sequence) else [size])
         self.add_persistent("N", 0)
-        self.add_persistent("avg_mean", np.zeros(channels, self._highprec_dtype))
-        self.add_persistent("avg_var", np.zeros(channels, self._highprec_dtype))
+        self.add_persistent("avg_mean", np.zeros(size, self._highprec_dtype))
+        self.add_persistent("avg_var", np.zeros(size, self._highprec_dtype))
         with self.init_scope():
             if use_gamma:
                 self.gamma = self._parameter(1 if initial_gamma is None else initial_gamma)
@@ -297,11 +300,3 @@ def _wrapped(comm: CommunicatorLike, communication_backend: str) -> Communicator
     elif communication_backend != "auto":
         return ChainerMN(communicator.comm, communication_backend)
     return communicator
-
-
-def _channels(size: Any) -> tuple[int, ...]:
-    channels = tuple(size) if isinstance(size, Sequence) else (size,)
-    check_ints("size", channels)
-    if not channels:
-        raise ValueError(f"`size` must be a positive int or a tuple of them: got {size!r}.")
-    return channels

@@ -117,9 +117,6 @@ def test_the_communicator_can_be_assigned() -> None:
 def test_bad_arguments_are_refused() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"size": (3, -1)}, ValueError, "`size` must be positive: got -1"),
-        ({"size": ()}, ValueError, r"`size` must be a positive int.*got \(\)"),
-        ({"axis": (2, 0)}, ValueError, r"`axis` must be an axis.*ascending.*got \(2, 0\)"),
-        ({"axis": ()}, ValueError, "`axis` must be an axis"),
         ({"axis": -1}, ValueError, "`axis` must be 0 or more: got -1"),
         ({"axis": (0, 2.0)}, TypeError, "`axis` must be an int: got 2.0 of type float"),
         ({"decay": 1.1}, ValueError, r"`decay` must be in \[0, 1\]: got 1.1"),

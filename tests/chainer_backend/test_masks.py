@@ -59,7 +59,7 @@ def test_masks_go_with_other_axes() -> None:
     """A mask has the axes that are reduced."""
     x, lengths, mask = batch(0)
     last = np.moveaxis(x, 1, -1).copy()
-    link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float64, axis=(0, 1))
+    link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float64, axis=(1, 0))
     y = link(last, mask=mask).array
     expected = link_of()(x, lengths=lengths).array
     assert relative_error(np.moveaxis(y, -1, 1), expected) < 1e-11
