@@ -13,8 +13,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from multibn.torch_backend.layer.synchronized import Synchronized
 from multibn.torch_backend.reversible.engine import drop_scale
-from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, parse_fusion
-from multibn.torch_backend.reversible.mvit.layout import Grid, LayerSizes
+from multibn.torch_backend.reversible.mvit.config import (
+    Grid,
+    LayerSizes,
+    RevMViTConfig,
+    parse_fusion,
+)
 
 _POOLS: dict[str, Any] = {"avg": nn.AvgPool3d, "max": nn.MaxPool3d}
 _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

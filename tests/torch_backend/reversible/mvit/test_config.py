@@ -149,13 +149,11 @@ def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
             {"num_heads": 2, "head_mul": ((2, 1.5),)},
             r"`num_heads` must divide the width of each layer: got 2 heads and widths 16 and 33 in",
         ),
-        ({"pool_mode": "conv_unshared"}, r"'conv_unshared' pools the input .* pool_first=False"),
         ({"pre_q_fusion": "linear"}, r"`pre_q_fusion` must be 'add', .*: got 'linear'"),
         (
             {"respath_fuse": "concat_linear_a"},
             r"`respath_fuse` must be 'add', .*: got 'concat_linear_a'",
         ),
-        ({"num_frames": 4}, r"`patch_2d` embeds images, which have `num_frames` 1: got 4"),
         ({"patch_kernel": (3, 7, 7)}, r"`patch_kernel` must hold 2 numbers with patch_2d=True"),
     ],
 )

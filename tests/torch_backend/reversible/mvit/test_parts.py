@@ -15,12 +15,12 @@ from torch import Tensor, nn  # noqa: E402
 
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm  # noqa: E402
 from multibn.torch_backend.reversible import RevMViTConfig  # noqa: E402
+from multibn.torch_backend.reversible.mvit.config import round_width  # noqa: E402
 from multibn.torch_backend.reversible.mvit.layers import (  # noqa: E402
     TwoStreamFusion,
     normalize_last_axis,
     relative_position_bias,
 )
-from multibn.torch_backend.reversible.mvit.layout import round_width  # noqa: E402
 from multibn.torch_backend.reversible.mvit.model import resize_positions  # noqa: E402
 
 
