@@ -12,5 +12,5 @@ from multibn.chainer_backend.extensions import (
     FinetunePopulationStatistics as FinetunePopulationStatistics,
 )
 from multibn.chainer_backend.links import MultiNodeBatchNormalization as MultiNodeBatchNormalization
-from multibn.chainer_backend.micro_batches import step_statistics as step_statistics
+from multibn.chainer_backend.links import step_statistics as step_statistics
 from multibn.chainer_backend.synchrony import check_sync as check_sync

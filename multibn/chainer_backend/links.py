@@ -1,7 +1,8 @@
 """Batch normalization links for Chainer."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from multibn.communicators.conversation import Conversation
 from multibn.communicators.outcomes import Nonfinite
 from multibn.communicators.people import find_path
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
+from multibn.engine import step
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.kernels import Running
@@ -279,6 +281,54 @@ _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionar
 
 # The links in a step of `step_statistics`, and their pools after a call. Copies are in no step.
 steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
+
+
+@contextmanager
+def step_statistics(model: chainer.Link) -> Iterator[None]:
+    """Update the moving averages of `model` once for all forward passes in this context.
+
+    As `multibn.torch_backend.step_statistics`; `N` moves by one if the last call of the link had
+    `finetune=True`. Not collective.
+
+    Parameters
+    ----------
+    model
+        A chain with multi-node links, or one such link.
+
+    Raises
+    ------
+    ValueError
+        If `model` has no multi-node link.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.chainer_backend import MultiNodeBatchNormalization, step_statistics
+    >>> link = MultiNodeBatchNormalization(1, None, decay=0.0)
+    >>> with step_statistics(link):
+    ...     for x in np.asarray([[[1.0], [3.0]], [[5.0], [7.0]]], "f"):
+    ...         y = link(x)
+    >>> print(link.avg_mean)
+    [4.]
+    """
+    links = [link for link in model.links() if isinstance(link, MultiNodeBatchNormalization)]
+    if not links:
+        raise ValueError(
+            "`model` must have a multi-node link: got none in "
+            f"{type(model).__qualname__}. Convert the model by create_mnbn_model."
+        )
+    entered = [link for link in links if link not in steps]
+    steps.update(dict.fromkeys(entered))
+    try:
+        yield
+    finally:
+        pools = [(link, steps.pop(link)) for link in entered]
+    for link, pool in pools:
+        if pool is not None:
+            # The arrays of this moment: others may have taken the place of those of the call.
+            running = pool.running._replace(mean=link.avg_mean, var=link.avg_var)
+            step.move(running, *pool.compute())
+            link.count(running)
 
 
 def options_of(link: Any) -> dict[str, object]:

@@ -188,7 +188,9 @@ def _streams(
 
 
 def drop_scale(stream: Tensor, rate: float) -> Tensor | None:
-    """For each sample, 0 with probability `rate`, else 1 / (1 - rate); None for all 1."""
+    """A factor for each sample: 0 with probability `rate`, else 1 / (1 - rate); None for all 1."""
     if not rate:
         return None
-    return stream.new_empty(len(stream)).bernoulli_(1 - rate).div_(1 - rate)
+    return (
+        stream.new_empty(len(stream), *[1] * (stream.ndim - 1)).bernoulli_(1 - rate).div_(1 - rate)
+    )

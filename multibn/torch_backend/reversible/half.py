@@ -63,9 +63,7 @@ class Half:
                 f"got {tuple(added.shape)}."
             )
         added = added.to(here.dtype)
-        if self.scale is None:
-            return added
-        return added * self.scale.view(-1, *[1] * (here.ndim - 1))
+        return added if self.scale is None else added * self.scale
 
     @contextlib.contextmanager
     def recording(self, inputs: Sequence[Tensor]) -> Iterator[None]:

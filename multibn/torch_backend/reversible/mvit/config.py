@@ -41,11 +41,7 @@ _FIXED = {
 
 # Keys of MVIT that are accepted and become no option: SlowFast's reversible model does not read
 # them either, or another option says the same.
-_UNREAD = {
-    "MVIT.CLS_EMBED_ON",
-    "MVIT.LAYER_SCALE_INIT_VALUE",
-    "MVIT.DIM_MUL_IN_ATT",
-}
+_UNREAD = {"MVIT.CLS_EMBED_ON", "MVIT.LAYER_SCALE_INIT_VALUE", "MVIT.DIM_MUL_IN_ATT"}
 
 
 Grid = tuple[int, int, int]  # frames, rows and columns of tokens

@@ -298,4 +298,4 @@ class StageTransitionBlock(ReversibleBlock):
 
 def _drop_path(x: Tensor, rate: float) -> Tensor:
     scale = drop_scale(x, rate)
-    return x if scale is None else x * scale[:, None, None]
+    return x if scale is None else x * scale

@@ -294,15 +294,11 @@ def _learned_positions(count: int, dim: int) -> nn.Parameter:
 
 
 def _init_weights(module: nn.Module) -> None:
-    """Initialise as the published models do; batch norms as torch does."""
+    """Initialise as the published models do; batch norms, and weights of norms, as torch does."""
     if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
         nn.init.trunc_normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.constant_(module.bias, 0.02)
-    elif isinstance(module, nn.LayerNorm):
-        for parameter, value in ((module.weight, 1.0), (module.bias, 0.02)):
-            if parameter is not None:
-                nn.init.constant_(parameter, value)
+    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        nn.init.constant_(module.bias, 0.02)
 
 
 # The published models (tables 1 and 2 of the paper).
