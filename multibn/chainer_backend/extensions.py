@@ -169,20 +169,16 @@ class _Norm:
 
 
 def _norms(target: chainer.Link) -> list[_Norm]:
-    links = [
-        (name, link)
-        for name, link in target.namedlinks()
-        if isinstance(link, (MultiNodeBatchNormalization, L.BatchNormalization))
-    ]
-    for name, link in links:
-        if link.avg_mean is None:
-            raise ValueError(
-                f"batch normalization links must have a size: got {name} of `target`, which has "
-                "seen no input yet. Call the model once before."
-            )
+    kinds = MultiNodeBatchNormalization, L.BatchNormalization
+    links: list[Any] = [link for link in target.links() if isinstance(link, kinds)]
     if not links:
         raise ValueError("`target` must have a batch normalization link: got none.")
-    return [_Norm(link) for _, link in links]
+    if any(link.avg_mean is None for link in links):
+        raise ValueError(
+            "batch normalization links must have a size: got one in `target` that has seen no "
+            "input yet. Call the model once before."
+        )
+    return [_Norm(link) for link in links]
 
 
 class _Watch(chainer.LinkHook):
