@@ -145,27 +145,23 @@ class ReversibleSequence(nn.Module):
         return streams[0].to(seen), streams[1].to(seen)
 
     def _recomputes(self, which: range) -> bool:
-        if self.mode == "stored" or not torch.is_grad_enabled() or torch.jit.is_tracing():
+        if self.mode == "stored" or not torch.is_grad_enabled():
             return False
-        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
-            return False  # torch.export
-        return self.mode == "reversible" or any(
-            module.training for index in which for module in self._block(index)
-        )
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return False
+        modules = (getattr(self.layers[index], name) for index in which for name in "FG")
+        return self.mode == "reversible" or any(module.training for module in modules)
 
     def _halves(self, which: range, streams: Sequence[Tensor], seen: torch.dtype) -> Iterator[Half]:
         """F and G of each block; each draws its dropped samples when the iteration reaches it."""
         for index in which:
             scale = None
-            for into, module in enumerate(self._block(index)):
+            for into, name in enumerate("FG"):
+                module: nn.Module = getattr(self.layers[index], name)
                 if not (self.tied_drop_path and into == 1):
                     rate = self.drop_path[index] if module.training else 0.0
                     scale = drop_scale(streams[into], rate)
                 yield Half(index, into, module, seen, scale)
-
-    def _block(self, index: int) -> Block:
-        layer: Any = self.layers[index]
-        return layer.F, layer.G
 
     def extra_repr(self) -> str:
         return f"mode={self.mode!r}, drop_path={self.drop_path}"
