@@ -13,7 +13,8 @@ W ranks have sent the same v if and only if W * sum(v**2) = sum(v)**2 (Cauchy an
 lengths let ranks in different phases of a layer meet, and find that out from the fingerprints.
 
 Where a rank's moments of a channel are not finite, the payload has the rank's mark in their place:
-a power of two above all finite moments, so that the sum tells which ranks have sent a mark.
+a power of two above all finite moments, so that the sum tells which ranks have sent a mark. A rank
+that refuses its input sends marks, also as its weight, and NaN as its count.
 """
 
 import math
@@ -28,7 +29,7 @@ from multibn._typing import Array
 
 # Places in a layer's forward payload, after the 2C numbers of the moments.
 WEIGHT, COUNT = 0, 1
-# The weight and the count of a rank that refuses its input. A count is never NaN otherwise.
+# The count of a rank that refuses its input. A count is never NaN otherwise.
 REFUSED = math.nan
 _NUM_SCALARS = 2  # a layer's weight and count
 _NUM_FINGERPRINTS = 2  # v and v**2
@@ -111,8 +112,11 @@ def mark(rank: int, /) -> float:
 
 
 def marks(summed: Any, /) -> list[float]:
-    """The sums of marks that stand in a sum of payloads in host memory, in place of moments."""
-    numbers = summed[:-_NUM_SCALARS]
+    """The sums of marks in a sum of payloads in host memory: of the ranks that refuse, if any does.
+
+    Otherwise those that stand in place of moments.
+    """
+    numbers = summed[-2:-1] if is_refusal(summed) else summed[:-_NUM_SCALARS]
     return numbers[~(np.abs(numbers) < LARGEST_SUM)].tolist()
 
 

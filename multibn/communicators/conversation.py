@@ -174,7 +174,7 @@ class Phase(Forwarding):
             return self._allreduce_array(x)
         if self._num_numbers < 0 or x is not self._payload:
             self._agree(x.shape[0], x)
-        payload = self._payload
+        payload, is_for_us = self._payload, False
         self._calls += 1
         if self._size == 1:
             return x if x is payload else self._communicator.allreduce(x)
@@ -183,13 +183,14 @@ class Phase(Forwarding):
                 return self._allreduce_array(x)
             payload = self._open(self._calls)
             payload[:] = to_host(x)
+            # The caller looks at no numbers on a GPU, and has an error if it refuses its input.
+            is_for_us = not is_on_host(x) and not message.is_refusal(payload)
         assert self._lines is not None
         self._tail[:] = self._sent_tail
         self._lines.exchange(self._buffer, self._place, self)
         if self._summed_prints.tolist() != self._fingerprints:
             self.check(self._buffer)
-        if self.name == "forward" and not is_on_host(x) and not message.is_refusal(x):
-            # The caller does not look at numbers on a GPU, and these are in host memory.
+        if is_for_us and self.name == "forward":
             outcomes.judge(self, self.dtype, payload)
         return payload if x is payload else from_host(payload.copy(), x)
 

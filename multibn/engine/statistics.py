@@ -22,8 +22,6 @@ Nothing here makes a GPU wait for the host, except where a rank holds at most on
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from multibn import kernels, message
 from multibn._arrays import array_namespace, device, to_host, values
 from multibn._typing import Array, Weighting
@@ -174,8 +172,8 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
     Returns only where the batch is not finite, and to be skipped.
     """
     if state in (REFUSED, NOT_FINITE):
-        sums = np.atleast_2d(to_host(values(summed)))  # several under vmap, of this process alone
-        outcomes.judge(communicator, x.dtype, sums.max(0))
+        sums = to_host(values(summed))  # several under vmap, of this process alone
+        outcomes.judge(communicator, x.dtype, sums.reshape(-1, sums.shape[-1]).max(0))
         return
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "
@@ -205,9 +203,10 @@ def refuse(
         announce(str(error))
     xp = array_namespace(like)
     wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
-    parts = (2 * num_channels, message.mark(communicator.rank)), (2, message.REFUSED)
-    made = {"dtype": wide.dtype, "device": device(wide)}
-    payload = message.concat([xp.full((length,), v, **made) for length, v in parts])
+    shape = (message.forward_payload(num_channels),)
+    mark = message.mark(communicator.rank)
+    payload = xp.full(shape, mark, dtype=wide.dtype, device=device(wide))
+    payload[-1] = message.REFUSED  # the count
     conversation.during(communicator, "forward", like.dtype).allreduce(payload)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multibn import message
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import lines as _lines
 from multibn.communicators.conversation import Conversation
@@ -137,17 +138,19 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
     """At once, and not one call later: over these transports they come through host memory."""
     phase = Conversation(world, lambda: "bn").during("forward", np.dtype("float32"))
+    mark = message.mark(world.rank)
     with standin_cupy.installed() as cupy:
-        for spoiled, kind, message in (
-            (np.inf, FloatingPointError, r"of bn are not finite: .* on rank\(s\) \[1\] of"),
+        for last, kind, expected in (
+            (1.0, FloatingPointError, r"of bn are not finite: .* on rank\(s\) \[1\] of"),
             (np.nan, RuntimeError, r"the input of bn was refused on rank\(s\) \[1\] of"),
         ):
-            payload = cupy.asarray(np.full(8, spoiled if world.rank == 1 else 1.0))
-            if world.rank == 1 and spoiled is np.nan:  # this rank has an error of its own
-                phase.allreduce(payload)
+            payload = np.full(8, mark if world.rank == 1 else 1.0)
+            payload[-2:] = (mark, np.nan) if world.rank == 1 and last != 1 else (1.0, 1.0)
+            if world.rank == 1 and last != 1:  # this rank has an error of its own
+                phase.allreduce(cupy.asarray(payload))
                 continue
-            with pytest.raises(kind, match=message):
-                phase.allreduce(payload)
+            with pytest.raises(kind, match=expected):
+                phase.allreduce(cupy.asarray(payload))
         summed = phase.allreduce(cupy.asarray(np.ones(8)))
         assert isinstance(summed, cupy.ndarray)
         np.testing.assert_array_equal(summed.get(), world.size)
@@ -358,8 +361,8 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
 
     for ranks in ((world.size,), (world.rank, world.size)):
         restored = mpi._restore(ranks)
-        message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
-        with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
+        refused = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
+        with pytest.raises(RuntimeError, match=rf"{refused}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))
 
 
