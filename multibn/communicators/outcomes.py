@@ -66,16 +66,12 @@ def judge(communicator: Any, dtype: Any, summed: HostArray, /, earlier: object =
             f"the batch statistics of {name} are not finite: the input has NaN, infinity or too "
             f"large values on {where}. Look for their origin in the layers before.",
         )
-    full = sum(map(message.mark, range(communicator.size)))
-    everywhere = len(marks) + 2 == len(summed) and all(v == full or full != full for v in marks)
-    _tell_of_skip(communicator, where, may_be_told=everywhere)
+    # After a layer that has skipped no moment is finite, but the zeros of a rank without elements.
+    _tell_of_skip(communicator, where, may_be_told=len(marks) + 2 == len(summed))
 
 
 def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:
-    """Warn that a layer has skipped a batch, unless NaN comes from a layer before, which has told.
-
-    After a layer that has skipped, no number is finite on any rank.
-    """
+    """Warn that a layer has skipped a batch, unless NaN may come from a layer that has told."""
     global _told
     layer = layer_of(communicator)
     if getattr(communicator, "repeats", False):

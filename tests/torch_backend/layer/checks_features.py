@@ -112,7 +112,7 @@ def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(
 ) -> None:
     outcomes._told = outcomes._NOBODY
     x, infinite = torch.randn(4, 3), torch.full((4, 3), torch.inf)
-    bad = infinite if world.rank == 0 else x
+    bad, beside_none = (infinite,) * 2 if world.rank == 0 else (x, x[:0])
     layers = [SyncBatchNorm(3, process_group=world, nonfinite="skip") for _ in range(2)]
     both = nn.Sequential(*layers)
     alone = SyncBatchNorm(3, process_group=SingleProcess(), nonfinite="skip")
@@ -137,6 +137,7 @@ def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(
         (trained, layers[1], bad, f"SyncBatchNorm .* on {on_0}"),
         (trained, both, bad, f"layer 0, .* on {on_0}"),
         (trained, both, infinite, f"layer 0, .* on {on_all}"),
+        (trained, both, beside_none, f"layer 0, .* on {on_0}"),
         (trained, both, x, ""),
         (evaluated, both, bad, f"layer 0, .* on {on_0}"),
         (second_order, both, bad, f"layer 0, .* on {on_0}"),
