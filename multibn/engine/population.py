@@ -9,14 +9,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from multibn import kernels
+from multibn import kernels, message
 from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.engine import masks
 from multibn.engine.statistics import BatchStatistics, Moments, sizes, total
 from multibn.kernels import Input, generic
-from multibn.message import forward_payload
 
 
 def running_variance(
@@ -90,7 +89,7 @@ class PopulationEstimator:
     def __init__(self, like: Array, /) -> None:
         wide = generic.as_wide(like)
         xp, self.shape = array_namespace(wide), tuple(wide.shape)
-        length = forward_payload(math.prod(self.shape))  # the sum of the batches' payloads
+        length = message.forward_payload(math.prod(self.shape))  # the sum of the batches' payloads
         self._sums = xp.zeros(length, dtype=wide.dtype, device=device(wide))
 
     def update(self, moments: Moments, /) -> None:
@@ -113,9 +112,11 @@ class PopulationEstimator:
 
         Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
         """
-        count = self._sums[-1]
+        xp, sums = array_namespace(self._sums), self._sums
         communicator = SingleProcess() if communicator is None else communicator
-        return total(self._sums, self.shape, count, count, communicator)
+        mark = xp.full_like(sums, message.mark(communicator.rank))
+        sums = xp.where(xp.abs(sums) < message.LARGEST, sums, mark)
+        return total(sums, self.shape, sums[-1], sums[-1], communicator)
 
 
 class Pool:

@@ -237,6 +237,8 @@ def unpack(
     Per-channel arrays get `shape`.
     """
     xp = array_namespace(summed)
+    # Not marks, whose squares overflow.
+    summed = xp.where(xp.abs(summed) < message.LARGEST_SUM, summed, xp.full_like(summed, math.nan))
     C = math.prod(shape)
     meansqr = summed[C : 2 * C]
     total_weight, total = (
@@ -249,8 +251,7 @@ def unpack(
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
     if not is_on_host(summed) and not is_abstract(summed):  # where nobody looks at the state
-        gap = xp.where(_is_finite(summed), xp.zeros_like(total), xp.full_like(total, math.nan))
-        batch = skipped(batch, gap)
+        batch = skipped(batch, 0.0 * xp.sum(summed[: 2 * C]))
     return batch, state(summed, count)
 
 
@@ -273,17 +274,11 @@ def state(summed: Array, count: float | Array, /) -> int:
     if _is_readable(summed):
         if bool(xp.isnan(total)):
             return REFUSED
-        if not bool(_is_finite(values(summed))):
+        if not bool(xp.all(xp.abs(values(summed)[..., :-2]) < message.LARGEST_SUM)):
             return NOT_FINITE
     # Every rank has at most one value if all have one together: only then is the count read. A
     # count of a mask on a GPU is never read.
     return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else RIGHT
-
-
-def _is_finite(summed: Array) -> Array:
-    """Whether no rank has sent its mark."""
-    xp, summed = array_namespace(summed), as_wide(summed)
-    return xp.all(xp.abs(summed[..., :-2]) < message.LARGEST_SUM)
 
 
 def _is_readable(v: Array) -> bool:

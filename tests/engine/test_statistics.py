@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import pytest
 
 from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
-from multibn.engine import statistics, step
+from multibn.engine import PopulationEstimator, statistics, step
 from multibn.engine.masks import WEIGHTINGS
 from multibn.engine.statistics import (
     aggregate,
@@ -170,8 +171,10 @@ def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
 
 
 def test_a_refusal_reaches_the_other_ranks() -> None:
+    """Also one whose own moments are not finite, and who is not said to refuse."""
+
     def step(communicator: ThreadCommunicator) -> None:
-        x = np.ones((2, C))
+        x = np.full((2, C), np.nan)
         if communicator.rank in (0, 2):
             refuse(communicator, C, like=x)
         else:
@@ -180,6 +183,25 @@ def test_a_refusal_reaches_the_other_ranks() -> None:
 
     run_ranks(3, step)
     refuse(SingleProcess(), C, like=np.ones(1))  # nobody to tell
+
+
+def test_the_rank_whose_moments_are_not_finite_is_named(xp: Any) -> None:
+    """Also by a population, to which a batch was added before."""
+
+    def step(communicator: ThreadCommunicator) -> None:
+        x = np.ones((2, C))
+        x[0, 0] = np.nan if communicator.rank == 1 else 1.0
+        estimator = PopulationEstimator(xp.zeros(C))
+        for v in (np.ones((2, C)), x):
+            moments = local_moments(xp.asarray(v))
+            estimator.update(moments)
+        for compute in (estimator.compute, partial(aggregate, moments)):
+            with pytest.raises(
+                FloatingPointError, match=r"too large values on rank\(s\) \[1\] of 3"
+            ):
+                compute(communicator)
+
+    run_ranks(3, step)
 
 
 def test_integers_are_refused(xp: Any) -> None:

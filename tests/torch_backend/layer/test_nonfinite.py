@@ -75,6 +75,12 @@ def test_a_skipped_batch_leaves_no_trace_in_any_form(form: str, momentum: float 
     assert torch.isfinite(FORMS[form](layer, bad().nan_to_num(posinf=1.0))).all()
 
 
+def test_batches_of_batches_are_an_error() -> None:
+    layer = SyncBatchNorm(3, affine=False, track_running_stats=False)
+    with pytest.raises(FloatingPointError, match=r"are not finite: .* on rank\(s\) \[0\] of 1"):
+        torch.func.vmap(torch.func.vmap(layer))(bad(torch.float32, 2, 2, 4, 3))
+
+
 def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
     parts = SubBatchNorm2d(2, 3, nonfinite="skip")
     large = SyncBatchNorm(64, nonfinite="skip")  # by threads
