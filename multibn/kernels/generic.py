@@ -236,7 +236,7 @@ def unpack(
 
     Per-channel arrays get `shape`.
     """
-    xp = array_namespace(summed)
+    xp, summed = array_namespace(summed), as_wide(summed)
     # Not marks, whose squares overflow.
     summed = xp.where(xp.abs(summed) < message.LARGEST_SUM, summed, xp.full_like(summed, math.nan))
     C = math.prod(shape)
@@ -274,7 +274,7 @@ def state(summed: Array, count: float | Array, /) -> int:
     if _is_readable(summed):
         if bool(xp.isnan(total)):
             return REFUSED
-        if not bool(xp.all(xp.abs(values(summed)[..., :-2]) < message.LARGEST_SUM)):
+        if not bool(xp.all(xp.abs(as_wide(values(summed))[..., :-2]) < message.LARGEST_SUM)):
             return NOT_FINITE
     # Every rank has at most one value if all have one together: only then is the count read. A
     # count of a mask on a GPU is never read.

@@ -77,7 +77,7 @@ def test_a_message_tells_what_is_not_finite_or_refused(kernels: Any, of: Any) ->
         found, state = finish(kernels, of(summed), 1.0, 1.0, of=of)
         assert state == NOT_FINITE
         assert (float(found.mean[0]), float(found.mean[1]), float(found.var[0])) == (2.0, 4.0, 1.0)
-        assert np.isnan(bad) == np.isnan(float(found.var[1]))
+        assert np.isnan(float(found.var[1])) >= np.isnan(bad)
     assert finish(kernels, of(np.full(6, np.nan)), 1.0, 1.0, of=of)[1] == REFUSED
     alone = np.array([4.0, 8.0, 16.0, 64.0, 1.0, 1.0])
     for count in (1.0, 0.0):  # also on an empty rank
