@@ -65,9 +65,12 @@ class Handle:
     ----------
     find_default
         By which a pickle of torch's default process group finds it again; lookup.py sets this.
+    ends_with_torchs
+        Whether the processes are found anew once torch has another default process group.
     """
 
     find_default: ClassVar[Callable[[], Communicator]]
+    ends_with_torchs = False
 
     def __copy__(self: _T) -> _T:
         return self

@@ -73,6 +73,7 @@ class DefaultCommunicator(Forwarding):
     DefaultCommunicator()
     """
 
+    ends_with_torchs = True
     _warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -226,6 +227,7 @@ class Group(Forwarding):
         self.parent = as_communicator(parent)
         self.spec = _checked(spec)
         self._key = identity(self.parent), self.spec
+        self.ends_with_torchs = getattr(self.parent, "ends_with_torchs", False)
 
     @property
     def identity(self) -> object:
@@ -240,7 +242,7 @@ class Group(Forwarding):
 
     def _look_up(self) -> Communicator:
         resolved = _resolved.get(self._key)
-        world = default_group()
+        world = default_group() if self.ends_with_torchs else None
         if resolved is None or resolved.default_group() is not world:
             # A destroyed group, its threads and its connections can end.
             reference = weakref.ref(world) if world else lambda: None

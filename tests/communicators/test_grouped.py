@@ -48,6 +48,19 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return here
 
 
+def test_groups_of_others_outlive_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one rank alone may have made anew: the others would not come to a second split."""
+
+    def work(communicator: ThreadCommunicator) -> None:
+        group = Group(communicator, 2)
+        assert group.size == 2
+        if communicator.rank == 0:
+            monkeypatch.setattr(lookup, "default_group", lambda: SingleProcess)
+            assert group.size == 2
+
+    run_ranks(4, work)
+
+
 class Untouchable:
     """A communicator that nobody may use."""
 

@@ -65,6 +65,8 @@ class TorchDistributed(LineCommunicator):
     array([ 2., 20.])
     """
 
+    ends_with_torchs = True
+
     def __init__(self, group: Any = None) -> None:
         if isinstance(group, dist.DeviceMesh):
             group = group.get_group()
