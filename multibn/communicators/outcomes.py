@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from multibn import message
+from multibn.communicators.base import identity
 from multibn.communicators.lines import HostArray
 from multibn.communicators.people import fail, for_people
 
@@ -81,7 +82,7 @@ def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:
     in_same_step = (
         told is not None
         and told.num_messages == num_messages
-        and told.wrapped is layer.wrapped
+        and identity(told.wrapped) == identity(layer.wrapped)
         and layer.silent_since is not _told
     )
     if in_same_step and may_be_told:

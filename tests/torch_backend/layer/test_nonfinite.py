@@ -185,8 +185,9 @@ def test_populations_leave_out_what_other_ranks_have_made_all_skip(
 
 @pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
 def test_the_first_layer_of_a_pass_tells_of_a_skipped_batch(estimator: Any) -> None:
-    options: Any = {"process_group": SingleProcess(), "nonfinite": "skip"}
-    model = nn.Sequential(SyncBatchNorm(3, **options), SyncBatchNorm(3, **options))
+    handles = SingleProcess(), SingleProcess()
+    layers = (SyncBatchNorm(3, process_group=h, nonfinite="skip") for h in handles)
+    model = nn.Sequential(*layers)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         update_bn_stats(model, [bad()], estimator=estimator, progress=False)
