@@ -236,9 +236,10 @@ def unpack(
 
     Per-channel arrays get `shape`.
     """
-    xp, summed = array_namespace(summed), as_wide(summed)
-    # Not marks, whose squares overflow.
-    summed = xp.where(xp.abs(summed) < message.LARGEST_SUM, summed, xp.full_like(summed, math.nan))
+    xp, found = array_namespace(summed), state(summed, count)
+    if found == NOT_FINITE:  # squares of marks overflow
+        is_finite = xp.abs(as_wide(summed)) < message.LARGEST_SUM
+        summed = xp.where(is_finite, summed, xp.full_like(summed, math.nan))
     C = math.prod(shape)
     meansqr = summed[C : 2 * C]
     total_weight, total = (
@@ -251,8 +252,9 @@ def unpack(
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
     if not is_on_host(summed) and not is_abstract(summed):  # where nobody looks at the state
-        batch = skipped(batch, 0.0 * xp.sum(summed[: 2 * C]))
-    return batch, state(summed, count)
+        gap = xp.where(_is_finite(summed), xp.zeros_like(total), xp.full_like(total, math.nan))
+        batch = skipped(batch, gap)
+    return batch, found
 
 
 def skipped(batch: BatchStatistics, gap: float | Array = math.nan, /) -> BatchStatistics:
@@ -274,11 +276,17 @@ def state(summed: Array, count: float | Array, /) -> int:
     if _is_readable(summed):
         if bool(xp.isnan(total)):
             return REFUSED
-        if not bool(xp.all(xp.abs(as_wide(values(summed))[..., :-2]) < message.LARGEST_SUM)):
+        if not bool(_is_finite(values(summed))):
             return NOT_FINITE
     # Every rank has at most one value if all have one together: only then is the count read. A
     # count of a mask on a GPU is never read.
     return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else RIGHT
+
+
+def _is_finite(summed: Array) -> Array:
+    """Whether no rank has sent its mark."""
+    xp, summed = array_namespace(summed), as_wide(summed)
+    return xp.all(xp.abs(summed[..., :-2]) < message.LARGEST_SUM)
 
 
 def _is_readable(v: Array) -> bool:
