@@ -233,7 +233,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         options = {"residual": residual, "mask": mask, "lengths": lengths}
         channels = self.avg_mean.shape
         axis, mask = functions.check_input(x, channels, self.axis, communicator, **options)
-        i = Input(x, self.gamma, self.beta, self.eps, axis, residual, self.fuse_relu, mask=mask)
+        i = Input(x, self.gamma, self.beta, self.eps, axis, self.fuse_relu, mask, residual)
         return self._train(i, finetune) if chainer.config.train else self._evaluate(i)
 
     def _train(self, i: Input, finetune: bool) -> chainer.Variable:

@@ -77,17 +77,17 @@ class Input(NamedTuple):
         Added to the variance.
     axis
         The axes to reduce.
-    residual
-        Added to the normalized input, an array like `x`.
     relu
         Whether a ReLU comes last.
-    running
-        A `Running` to be moved in place, unless all ranks are empty. `multibn.engine.step` takes a
-        `population.Pool` as well.
     mask
         Booleans that broadcast against `x`, the same for all channels, see `multibn.engine.masks`.
         Elements where the mask is False take no part, whatever they hold, and the output is 0
         there.
+    residual
+        Added to the normalized input, an array like `x`.
+    running
+        A `Running` to be moved in place, unless all ranks are empty. `multibn.engine.step` takes a
+        `population.Pool` as well.
     """
 
     x: Array
@@ -95,10 +95,10 @@ class Input(NamedTuple):
     bias: Array | None
     eps: float
     axis: tuple[int, ...]
-    residual: Array | None = None
     relu: bool = False
-    running: Any = None
     mask: Array | None = None
+    residual: Array | None = None
+    running: Any = None
 
 
 class Gradient(NamedTuple):

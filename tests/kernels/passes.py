@@ -133,7 +133,7 @@ def layer(
     drawn = np.random.default_rng(1).normal(1, 1, (2, *channels))
     weight, bias = (of(cast(v, kind)) for v, kind in zip(drawn, parameters, strict=True))
     there = None if mask is None else of(mask)
-    return Input(x, weight, bias, EPS, axis, added if residual else None, relu, None, there), dy
+    return Input(x, weight, bias, EPS, axis, relu, there, added if residual else None), dy
 
 
 def statistics(i: Input, **changed: Any) -> BatchStatistics:

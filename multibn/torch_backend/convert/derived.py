@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from multibn.communicators import as_communicator
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
-from multibn.torch_backend.layer import dtensors, functional, modules
+from multibn.torch_backend.layer import compiled, dtensors, functional, modules
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 from multibn.torch_backend.layer.synchronized import moves, running_of
 
@@ -63,8 +63,8 @@ def _class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
         attributes: dict[str, Any] = {"__module__": __name__, "converted_from": original}
         check = original._check_input_dim
         same = [ours for torchs, ours in _TORCHS.items() if torchs._check_input_dim is check]
-        if not same and check is not _NormBase._check_input_dim:
-            attributes |= {"_check_input_dim": check, "_usual": ()}
+        if not same:
+            attributes["_usual"] = ()
         own = _Derived if original.forward is _BatchNorm.forward else _OwnForward
         _classes[original] = type(f"Sync{original.__name__}", (own, *same, original), attributes)
     return _classes[original]
@@ -162,10 +162,11 @@ class _Sharing(TorchFunctionMode):
         axis = functional.all_but_channels(input)
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
-        y, batch = layer.normalize(
+        y, batch = compiled.forward(
             Input(input, weight, bias, eps, axis, running=running),
             [*channels, layer.num_features][0],
             layer.conversation,
+            weighting=layer.weighting,
         )
         before, counter = self.count_before, layer.num_batches_tracked
         if running is not None and before is not None and counter is not None:

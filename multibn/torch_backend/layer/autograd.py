@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -54,16 +53,6 @@ def forward(
     return result
 
 
-# torch saves the arrays of an input for the backward pass, and the node all else that the pass
-# reads: the fields of these names in their order. `Input._replace` takes a microsecond.
-_SAVED = "x", "weight", "bias", "mask"
-_KEPT = [name for name in Input._fields if name not in (*_SAVED, "residual", "running")]
-_kept = attrgetter(*_KEPT)
-_in_order = itemgetter(
-    *((*_KEPT, *_SAVED, "residual", "running").index(name) for name in Input._fields)
-)
-
-
 class _SyncBatchNorm(torch.autograd.Function):
     """The autograd node, of an input and its statistics. Each half is collective.
 
@@ -81,7 +70,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         with without_autocast(i.x):
             y, batch = passes.forward(i, communicator, weighting=weighting, needs_gradient=needed)
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-        ctx.call = communicator, weighting, batch, _kept(i), passes
+        ctx.call = communicator, weighting, batch, i[3:6], passes
         output = y if i.relu and (i.residual is not None or passes is not step) else None
         ctx.save_for_backward(i.x, i.weight, i.bias, i.mask, output)
         return y, batch
@@ -90,8 +79,8 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
-        communicator, weighting, batch, kept, passes = ctx.call
-        i = Input(*_in_order((*kept, x, weight, bias, mask, None, None)))
+        communicator, weighting, batch, (eps, axis, relu), passes = ctx.call
+        i = Input(x, weight, bias, eps, axis, relu, mask)
         g = Gradient(grad_outputs[0], i, batch, y, needed[0])
         with without_autocast(x):
             if _needs_graph(g.dy):

@@ -77,7 +77,7 @@ def forward(
         return functional.forward(*arguments, weighting=weighting)
     if not compiling:
         functional.check_input(i.x, num_channels)
-    y, *numbers = torch.ops.multibn.forward(*_spread(i), num_channels, id(communicator), weighting)
+    y, *numbers = torch.ops.multibn.forward(*i[:8], num_channels, id(communicator), weighting)
     batch = BatchStatistics(*numbers)
     count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()
     if isinstance(i.running, Pool):
@@ -124,21 +124,16 @@ def operator(
 
 # An `Input`, whose running statistics no operator moves beside the batch.
 _INPUT = (
-    "Tensor x, Tensor? weight, Tensor? bias, float eps, int[] axis, Tensor? residual, bool relu, "
-    "Tensor? mask"
+    "Tensor x, Tensor? weight, Tensor? bias, float eps, int[] axis, bool relu, Tensor? mask, "
+    "Tensor? residual"
 )
 _SHARING = "SymInt num_channels, int communicator, str weighting"
 
 
-def _spread(i: Input) -> tuple[Any, ...]:
-    """The arguments `_INPUT` of an operator."""
-    return *i[:7], i.mask
-
-
 def _gather(*arguments: Any) -> tuple[Any, ...]:
-    """The input that `_spread` has spread, and all other arguments."""
-    x, weight, bias, eps, axis, residual, relu, mask, *others = arguments
-    return Input(x, weight, bias, eps, tuple(axis), residual, relu, mask=mask), *others
+    """The input of an operator, and all other arguments."""
+    i = Input(*arguments[:8])
+    return i._replace(axis=tuple(i.axis)), *arguments[8:]
 
 
 def _up_to_elements(x: Tensor) -> Any:
@@ -251,7 +246,7 @@ class _Passes:
     ) -> tuple[Tensor, BatchStatistics]:
         summed = i._replace(residual=None)  # the operator would need the residual in memory
         sharing = i.x.shape[1], id(communicator), weighting, needs_gradient
-        numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
+        numbers = _once(torch.ops.multibn.forward_sums, *summed[:8], *sharing)
         return generic.finish(i, numbers[:3]), BatchStatistics(*numbers[3:])
 
     @staticmethod
@@ -261,7 +256,7 @@ class _Passes:
             g = g._replace(dy=dy, input=g.input._replace(relu=False), y=None)
         i = g.input
         dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
-            g.dy, *_spread(i), *g.batch, g.needs_dx, id(communicator)
+            g.dy, *i[:8], *g.batch, g.needs_dx, id(communicator)
         )
         dx = generic.finish_gradient(g, coefficients) if g.needs_dx else None
         dparameters = None if i.weight is None else dweight, None if i.bias is None else dbias

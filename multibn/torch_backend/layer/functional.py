@@ -1,12 +1,12 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -253,7 +253,7 @@ def check_dense(name: str, x: Any, /) -> None:
 
 def check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
-    x, weight, bias, eps, axis, residual = i[:6]
+    x, weight, bias, eps, axis, _, _, residual, running = i
     if not (isinstance(eps, float) and 0 < eps < math.inf):
         check_eps(eps)
     shape = x.shape[1:2]
@@ -265,7 +265,6 @@ def check_options(i: Input) -> None:
                 f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input: "
                 f"got {tuple(p.shape)}."
             )
-    running = i.running
     if type(running) is Running:
         size, sizes = math.prod(shape), (running.mean.numel(), running.var.numel())
         if sizes != (size, size):
@@ -313,12 +312,3 @@ def refuse(
         like = torch.empty(0, device=x.device if is_tensor and not x.is_meta else None)
         statistics.refuse(communicator, num_channels, like=like, error=error)
     raise error
-
-
-def dimensions_error(layer: nn.Module, x: Tensor, shapes: Mapping[int, str], /) -> ValueError:
-    """The error for an `x` whose number of dimensions is not among `shapes`, number: text."""
-    return ValueError(
-        f"the input of {type(layer).__name__} must have {' or '.join(map(str, shapes))} "
-        f"dimensions, {' or '.join(shapes.values())}: got shape {tuple(x.shape)}. Use the 1d, 2d "
-        "or 3d class that fits, or SyncBatchNorm, which takes any number."
-    )

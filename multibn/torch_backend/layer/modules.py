@@ -5,12 +5,11 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
-from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
 from multibn.kernels import generic
 from multibn.torch_backend.layer import compiled, functional
@@ -121,8 +120,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     # The ranks before a conversion, if the layer shared with some: see `convert_sync_batchnorm`.
     own_group: Communicator | None = None
     fuse_relu = False  # the value in layers that were converted
-    # The class's inputs, number of dimensions: text for errors. None for any.
-    _shapes: ClassVar[dict[int, str] | None] = None
     # Numbers of dimensions that take the short way, as `_check_input_dim` need not be asked.
     _usual: Collection[int] = range(2, 6)
     _num_splits = 1  # see `convert_sub_batchnorm`
@@ -185,13 +182,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             conversation = self.alone(input)
         mask = compiled.mask_of(input, mask, lengths, self.num_features, conversation)
         i = self._as_input(input, residual, mask)
-        return self.normalize(i, self.num_features, conversation)[0]
-
-    def normalize(
-        self, i: Input, num_channels: int, conversation: Communicator
-    ) -> tuple[Tensor, BatchStatistics]:
-        """The output, and the statistics of the batch. Collective."""
-        return compiled.forward(i, num_channels, conversation, weighting=self.weighting)
+        return compiled.forward(i, self.num_features, conversation, weighting=self.weighting)[0]
 
     def _evaluate(
         self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None
@@ -219,7 +210,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         else:  # parametrized
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
-        return Input(x, weight, bias, self.eps, axis, residual, self.fuse_relu, running, mask)
+        return Input(x, weight, bias, self.eps, axis, self.fuse_relu, mask, residual, running)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise RuntimeError(
@@ -230,16 +221,12 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     def _check_dimensions(self, input: Any) -> None:
         """Raise if the layer's class refuses this number of dimensions. Collective in training."""
         try:
-            if isinstance(input, Tensor):
-                self._check_input_dim(input)
+            check = type(self)._check_input_dim
+            if isinstance(input, Tensor) and check is not _NormBase._check_input_dim:
+                check(self, input)
         except ValueError as error:
             communicator: Communicator = self.conversation if self.training else ALONE
             functional.refuse(error, input, self.num_features, communicator)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Raise unless the class takes this number of dimensions; `forward` checks the rest."""
-        if self._shapes is not None and input.ndim not in self._shapes:
-            raise functional.dimensions_error(self, input, self._shapes)
 
     def extra_repr(self) -> str:
         splits = f", num_splits={self._num_splits}" if self._num_splits > 1 else ""
@@ -262,7 +249,7 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """
 
     converted_from = nn.BatchNorm1d
-    _usual = _shapes = {2: "(N, C)", 3: "(N, C, L)"}
+    _usual = 2, 3
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
@@ -278,7 +265,7 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """
 
     converted_from = nn.BatchNorm2d
-    _usual = _shapes = {4: "(N, C, H, W)"}
+    _usual = (4,)
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
@@ -294,4 +281,4 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """
 
     converted_from = nn.BatchNorm3d
-    _usual = _shapes = {5: "(N, C, T, H, W)"}
+    _usual = (5,)

@@ -48,7 +48,6 @@ class _BatchNorm3d(Part, nn.BatchNorm3d):
 
 class _SubBatchNorm(Synchronized):
     _part: type[Part]
-    _shapes: dict[int, str]  # number of dimensions of the input: text for errors
 
     weight: Tensor | None
     bias: Tensor | None
@@ -196,8 +195,7 @@ class _SubBatchNorm(Synchronized):
     def _check(self, input: Any, communicator: Communicator) -> None:
         """As `functional.check_input`; also checks dimensions and batch size."""
         functional.check_input(input, self.num_features)
-        if input.ndim not in self._shapes:
-            raise functional.dimensions_error(self, input, self._shapes)
+        self._part._check_input_dim(self.bn, input)
         batch_size, num_splits = input.shape[0], self.num_splits if self.training else 1
         if batch_size % num_splits != 0:
             where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
@@ -238,7 +236,6 @@ class SubBatchNorm1d(_SubBatchNorm):
     """
 
     _part = _BatchNorm1d
-    _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
 class SubBatchNorm2d(_SubBatchNorm):
@@ -255,7 +252,6 @@ class SubBatchNorm2d(_SubBatchNorm):
     """
 
     _part = _BatchNorm2d
-    _shapes = {4: "(N, C, H, W)"}
 
 
 class SubBatchNorm3d(_SubBatchNorm):
@@ -325,4 +321,3 @@ class SubBatchNorm3d(_SubBatchNorm):
     """
 
     _part = _BatchNorm3d
-    _shapes = {5: "(N, C, D, H, W)"}

@@ -211,12 +211,8 @@ class Unchecked(nn.modules.batchnorm._BatchNorm):
 @pytest.mark.parametrize(
     "cls, shape, message",
     [
-        (
-            nn.BatchNorm2d,
-            (4, 3),
-            r"SyncBatchNorm2d must have 4 dimensions, \(N, C, H, W\): got.*or Sy",
-        ),
-        (Renamed, (4, 3, 2), "SyncRenamed must have 4 dimensions"),
+        (nn.BatchNorm2d, (4, 3), r"expected 4D input \(got 2D input\)"),
+        (Renamed, (4, 3, 2), "expected 4D input"),
         (AnyBut3, (4, 3, 2), "not three"),
     ],
 )

@@ -184,5 +184,5 @@ def test_a_wrong_dimension_on_one_rank_is_heard_on_all() -> None:
             torch.randn(4, 3, *[2] * (1 + wrong))
         ),
         ValueError,
-        r"^the input of SyncActivated must have 2 or 3 dimensions",
+        "^expected 2D or 3D input",
     )

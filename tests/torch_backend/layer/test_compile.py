@@ -76,7 +76,7 @@ def test_operators_keep_torchs_rules(needs_dx: bool) -> None:
     alone = SingleProcess()
     compiled.register(alone)
     x, weight = torch.randn(4, 3, 2), torch.ones(3)
-    i = x, weight, None, 1e-5, (0, 2), None, False, None
+    i = x, weight, None, 1e-5, (0, 2), False, None, None
     torch.library.opcheck(
         torch.ops.multibn.forward_sums.default, (*i, 3, id(alone), "element", True)
     )
