@@ -57,9 +57,6 @@ class observing(Taping):  # noqa: N801
     ('SyncBatchNorm', tensor([1.], dtype=torch.float64), 2.0)
     """
 
-    def __init__(self) -> None:
-        super().__init__([])
-
     def keep(self, batch: BatchStatistics, i: Input | None, communicator: Any) -> None:
         if i is None:
             return

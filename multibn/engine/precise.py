@@ -42,7 +42,7 @@ class Pass(Taping):
     def __init__(
         self, layers: Sequence[Any], communicator: Communicator, *, title: str, source: str
     ) -> None:
-        super().__init__(None)
+        super().__init__()
         self._layers, self._communicator = layers, communicator
         self._title, self._source = title, source
         self._visits: list[Callable[[], object]] = []

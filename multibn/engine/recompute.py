@@ -22,8 +22,8 @@ Tape: TypeAlias = list[BatchStatistics]
 class Taping:
     """A context manager that is on its thread's stack from enter to exit, and fills a tape."""
 
-    def __init__(self, tape: Any) -> None:
-        self.tape = tape
+    def __init__(self) -> None:
+        self.tape: Any = []
 
     def __enter__(self) -> Any:
         state.stack.append(self)
@@ -52,9 +52,6 @@ class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tap
     tensor([2.], dtype=torch.float64)
     """
 
-    def __init__(self) -> None:
-        super().__init__([])
-
 
 class replaying(Taping):  # noqa: N801
     """Context manager for a pass that runs again, from the start of `tape`; can be entered again.
@@ -78,6 +75,9 @@ class replaying(Taping):  # noqa: N801
     >>> torch.equal(y, again), layer.num_batches_tracked  # the batch counts once
     (True, tensor(1))
     """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
 
     def __enter__(self) -> Tape:
         self.position = 0

@@ -104,7 +104,14 @@ class _SubBatchNorm(Synchronized):
         shares = self.training and part.training
         communicator: Communicator = self.conversation if shares else self.alone(input)
         try:
-            self._check(input, communicator)
+            functional.check_input(input, self.num_features)
+            self._part._check_input_dim(self.bn, input)
+            if input.shape[0] % num_splits != 0:
+                where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
+                raise ValueError(
+                    f"`num_splits` must divide the batch size: got {num_splits} splits for a batch "
+                    f"of {input.shape[0]}{where}. Drop the last batch, or pass other `num_splits`."
+                )
         except (TypeError, ValueError) as error:
             functional.refuse(error, input, num_splits * self.num_features, communicator)
         x = input
@@ -145,19 +152,20 @@ class _SubBatchNorm(Synchronized):
         sharing = i.x.shape[1], communicator
         y, batch = compiled.forward(i, *sharing, weighting=self.weighting)
         if self.training and moves(running, i.x):
-            self.aggregate_where(batch.count)
+            self.aggregate_stats(batch.count)
         return y
 
     def _channels(self) -> tuple[int, ...]:
         """Shape of the statistics of a call: in training, every split has its own."""
         return (self.num_splits, self.num_features) if self.training else (self.num_features,)
 
-    def aggregate_stats(self) -> None:
+    def aggregate_stats(self, count: Tensor | None = None, /) -> None:
         """Compute `bn`'s running statistics, those of the population, from `split_bn`'s.
 
         Every training step ends with this call, so call it only after other code has written to the
         buffers of `split_bn`, as fvcore's `update_bn_stats` does. Copies `num_batches_tracked`,
-        too. Not collective.
+        too. A training step passes its batch's `count`, and if that is 0, nothing changes. Not
+        collective.
 
         By the law of total variance, for splits of equal weight::
 
@@ -168,10 +176,6 @@ class _SubBatchNorm(Synchronized):
         the biased variance of the whole batch. By default var_k is unbiased as in SlowFast, which
         adds 1/(n-1) of the mean biased var_k, for n elements per channel and split.
         """
-        self.aggregate_where(None)
-
-    def aggregate_where(self, count: Tensor | None, /) -> None:
-        """As `aggregate_stats`, unless a batch had a `count` of 0: then nothing has moved."""
         whole, split = self.bn, self.split_bn
         if count is not None and not compiled.takes(count) and is_on_host(count):
             if not values(count).amax():  # the same in all of a batch of vmap
@@ -191,18 +195,6 @@ class _SubBatchNorm(Synchronized):
     def extra_repr(self) -> str:
         shared = super().extra_repr()
         return f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}{shared}"
-
-    def _check(self, input: Any, communicator: Communicator) -> None:
-        """As `functional.check_input`; also checks dimensions and batch size."""
-        functional.check_input(input, self.num_features)
-        self._part._check_input_dim(self.bn, input)
-        batch_size, num_splits = input.shape[0], self.num_splits if self.training else 1
-        if batch_size % num_splits != 0:
-            where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
-            raise ValueError(
-                f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
-                f"{batch_size}{where}. Drop the last batch, or pass another `num_splits`."
-            )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any

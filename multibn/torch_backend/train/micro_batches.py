@@ -94,4 +94,4 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         batch, local_count = pool.compute()
         torch.ops.multibn.move(*running, *batch[:3], local_count)
         if bn is getattr(layer, "split_bn", None):
-            layer.aggregate_where(batch.count)
+            layer.aggregate_stats(batch.count)
