@@ -110,7 +110,7 @@ def convert_sync_batchnorm(
         layer.configure(layer.own_group if process_group is None else process_group, **options)
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
-            data_parallel.watch(part, Synchronized)
+            data_parallel.watch(part)
     return module
 
 

@@ -31,11 +31,11 @@ _PRIVATE = (
 _meetings: WeakKeyDictionary[nn.Module, Communicator] = WeakKeyDictionary()
 
 
-def watch_active(kind: type[nn.Module], /) -> None:
+def watch_active() -> None:
     """`watch` the DDP whose forward pass is running, if any."""
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is not None and ddp not in _meetings:
-        watch(ddp, kind)
+        watch(ddp)
 
 
 # torch.compiler.assume_constant_result sets this, and imports the compiler. Without the mark, the
@@ -43,11 +43,10 @@ def watch_active(kind: type[nn.Module], /) -> None:
 watch_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def watch(ddp: Any, kind: type[nn.Module], /) -> None:
+def watch(ddp: Any, /) -> None:
     """Make a message of multibn's the first of every training forward pass of `ddp`.
 
-    Not collective; every rank must call it before the same forward pass. `kind` is the class of the
-    layers that share statistics.
+    Not collective; every rank must call it before the same forward pass.
     """
     group = as_communicator(ddp.process_group)
     meeting = Conversation(group, lambda: "DistributedDataParallel")
@@ -57,7 +56,7 @@ def watch(ddp: Any, kind: type[nn.Module], /) -> None:
     equal = {
         id(buffer)
         for layer in ddp.module.modules()
-        if isinstance(layer, kind) and _has_equal_buffers(layer, group)
+        if _has_equal_buffers(layer, group)
         for buffer in layer.buffers()
     }
     names = [name for name, buffer in ddp.module.named_buffers() if id(buffer) in equal]
@@ -73,8 +72,8 @@ def watch(ddp: Any, kind: type[nn.Module], /) -> None:
 def _has_equal_buffers(layer: Any, group: Communicator) -> bool:
     """Whether the layer's running statistics are equal on all ranks of `group`."""
     # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
-    is_local = layer.running_var_convention == "unbiased_local"
-    return not is_local and identity(layer.process_group) == identity(group)
+    is_equal = getattr(layer, "running_var_convention", None) in ("unbiased_global", "biased")
+    return is_equal and identity(layer.process_group) == identity(group)
 
 
 def _meet(ddp: Any, inputs: Any) -> None:

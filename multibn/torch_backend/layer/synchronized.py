@@ -135,7 +135,7 @@ def running_of(
     """
     if not bn.track_running_stats:
         return None
-    data_parallel.watch_active(Synchronized)
+    data_parallel.watch_active()
     pool: Pool | None = getattr(bn, "pool", None)
     if pool is not None:
         return pool
