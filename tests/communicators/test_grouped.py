@@ -215,15 +215,11 @@ def test_it_reverts_to_its_own_class(
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_wrong_number_of_dimensions_is_refused(training: bool) -> None:
-    wants = (
-        r"2 or 3 dimensions, \(N, C\) or \(N, C, L\)",
-        *(r"4 dimensions, \(N, C, H, W\)", r"5 dimensions, \(N, C, T, H, W\)"),
-    )
+    wants = "2D or 3D", "4D", "5D"
     for (layer_class, _, shapes), want in zip(LAYERS, wants, strict=True):
         layer = layer_class(num_features=4).train(training)
         for shape in {shape for _, _, shapes in LAYERS for shape in shapes} - set(shapes):
-            message = f"{layer_class.__name__} must have {want}: got shape.*Use the 1d, 2d"
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=f"^expected {want} input"):
                 layer(torch.randn(shape))
         with pytest.raises(TypeError, match=r"must be a torch\.Tensor: got list"):
             layer([1.0])

@@ -182,7 +182,7 @@ def _normalize(
 
     Collective, and so is each derivative.
     """
-    sharing = _Differentiable(communicator, phase, i.x.dtype)
+    sharing: Any = _Differentiable(communicator, phase, i.x.dtype)
     with without_autocast(i.x):
         return step.share(i._replace(running=None), sharing, weighting=weighting, verbs=generic)
 
@@ -198,9 +198,6 @@ class _Differentiable:
     def allreduce(self, x: Tensor, /) -> Tensor:
         # torch differentiates all that one process does, and transforms it, too.
         return x if self.size == 1 else _AllReduce.apply(_checked(x, self.size), self, self.phase)
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return _Differentiable(self.wrapped.split(color, key), self.phase, self.dtype)
 
 
 class _AllReduce(torch.autograd.Function):

@@ -171,10 +171,6 @@ def forward(
         )
     try:
         check_input(i.x, num_channels)
-        if i.x.is_meta:
-            raise TypeError(
-                "the input must have data: got a tensor on meta. Use a layer for shapes."
-            )
         check_options(i)
     except (TypeError, ValueError) as error:
         refuse(error, i.x, num_channels, communicator)

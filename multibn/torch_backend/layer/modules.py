@@ -1,7 +1,7 @@
 """Batch normalization layers for torch."""
 
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,12 +28,7 @@ def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     proxy = next(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy))
     tracer: Any = proxy.tracer
-    path = tracer.path_of_module(layer)
-    if not path:
-        raise TypeError(
-            f"torch.fx cannot trace a {type(layer).__name__} by itself, only a model around one."
-        )
-    return tracer.create_proxy("call_module", path, args, kwargs)
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
 
 
 class SyncBatchNorm(Synchronized, _BatchNorm):
@@ -175,7 +170,12 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
         conversation: Communicator = self.conversation if self.training else ALONE
-        self._check_dimensions(input)
+        check = type(self)._check_input_dim
+        try:
+            if isinstance(input, Tensor) and check is not _NormBase._check_input_dim:
+                check(self, input)
+        except ValueError as error:
+            functional.refuse(error, input, self.num_features, conversation)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return self._evaluate(input, residual, mask, lengths)
         if not self.training:
@@ -188,9 +188,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         """Normalize by the running statistics. Not collective."""
-        if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
-            residual = None if residual is None else residual.to_dense()
-            return self._evaluate(input.to_dense(), residual, mask, lengths).to_mkldnn()
         functional.check_input(input, self.num_features)
         where = compiled.mask_of(input, mask, lengths, self.num_features, ALONE)
         x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
@@ -211,22 +208,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
         return Input(x, weight, bias, self.eps, axis, self.fuse_relu, mask, residual, running)
-
-    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
-        raise RuntimeError(
-            "torch.jit.script cannot compile layers that share statistics. Script a copy of the "
-            "model after revert_sync_batchnorm, or use torch.jit.trace in evaluation."
-        )
-
-    def _check_dimensions(self, input: Any) -> None:
-        """Raise if the layer's class refuses this number of dimensions. Collective in training."""
-        try:
-            check = type(self)._check_input_dim
-            if isinstance(input, Tensor) and check is not _NormBase._check_input_dim:
-                check(self, input)
-        except ValueError as error:
-            communicator: Communicator = self.conversation if self.training else ALONE
-            functional.refuse(error, input, self.num_features, communicator)
 
     def extra_repr(self) -> str:
         splits = f", num_splits={self._num_splits}" if self._num_splits > 1 else ""
