@@ -176,23 +176,18 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
                 check(self, input)
         except ValueError as error:
             functional.refuse(error, input, self.num_features, conversation)
-        if not self.training and self.running_mean is not None and self.running_var is not None:
-            return self._evaluate(input, residual, mask, lengths)
-        if not self.training:
+        mean: Any = self.running_mean
+        var: Any = self.running_var
+        by_batch = self.training or mean is None or var is None
+        if by_batch and not self.training:
             conversation = self.alone(input)
-        mask = compiled.mask_of(input, mask, lengths, self.num_features, conversation)
-        i = self._as_input(input, residual, mask)
-        return compiled.forward(i, self.num_features, conversation, weighting=self.weighting)[0]
-
-    def _evaluate(
-        self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None
-    ) -> Tensor:
-        """Normalize by the running statistics. Not collective."""
+        where = compiled.mask_of(input, mask, lengths, self.num_features, conversation)
+        if by_batch:
+            i = self._as_input(input, residual, where)
+            return compiled.forward(i, self.num_features, conversation, weighting=self.weighting)[0]
         functional.check_input(input, self.num_features)
-        where = compiled.mask_of(input, mask, lengths, self.num_features, ALONE)
         x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
-        statistics: Any = self.running_mean, self.running_var
-        y = functional.normalize_by_running(x, self.weight, self.bias, *statistics, eps=self.eps)
+        y = functional.normalize_by_running(x, self.weight, self.bias, mean, var, eps=self.eps)
         y = y if residual is None else y + residual
         return generic.masked(y.relu() if self.fuse_relu else y, where)
 
