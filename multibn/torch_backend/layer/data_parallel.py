@@ -53,10 +53,12 @@ def watch(ddp: Any, /) -> None:
     _meetings.setdefault(ddp, meeting.during("before forward", torch.float64))
     if not all(hasattr(ddp, name) for name in _PRIVATE):
         return
+    # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
     equal = {
         id(buffer)
         for layer in ddp.module.modules()
-        if _has_equal_buffers(layer, group)
+        if getattr(layer, "running_var_convention", "unbiased_local") != "unbiased_local"
+        and identity(layer.process_group) == identity(group)
         for buffer in layer.buffers()
     }
     names = [name for name, buffer in ddp.module.named_buffers() if id(buffer) in equal]
@@ -67,13 +69,6 @@ def watch(ddp: Any, /) -> None:
     is_gloo = f"{device}:gloo" in dist.get_backend_config(ddp.process_group).split(",")
     if is_gloo and _meet not in ddp._forward_pre_hooks.values():
         ddp.register_forward_pre_hook(_meet)
-
-
-def _has_equal_buffers(layer: Any, group: Communicator) -> bool:
-    """Whether the layer's running statistics are equal on all ranks of `group`."""
-    # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
-    is_equal = getattr(layer, "running_var_convention", None) in ("unbiased_global", "biased")
-    return is_equal and identity(layer.process_group) == identity(group)
 
 
 def _meet(ddp: Any, inputs: Any) -> None:

@@ -161,8 +161,16 @@ def forward(
         function = partial(forward, weighting=weighting)
         return dtensors.forward(function, i, num_channels, communicator)
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is not None:
-        refuse_ddp_join(ddp, communicator)
+    # Inside its join, a rank without data runs the collectives of DistributedDataParallel only,
+    # which the other ranks would take for a layer's.
+    joins = ddp is not None and ddp._join_config.enable
+    if joins and not ddp._join_config.throw_on_early_termination and communicator.size > 1:
+        raise RuntimeError(
+            "layers that share statistics cannot be trained inside DistributedDataParallel.join: "
+            f"that join does not know of their communication over {communicator.size} ranks. Use "
+            "multibn.torch_backend.join, or join(throw_on_early_termination=True), which ends "
+            "with the first rank that runs out of data."
+        )
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
@@ -275,22 +283,6 @@ def check_options(i: Input) -> None:
             raise ValueError(
                 f"`residual` must be on the device of the input, {x.device}: got {residual.device}."
             )
-
-
-def refuse_ddp_join(ddp: Any, communicator: Communicator) -> None:
-    """Raise inside DistributedDataParallel.join, on all ranks, before any communication.
-
-    There, a rank without data runs the collectives of DistributedDataParallel only, which the other
-    ranks would take for a layer's.
-    """
-    joining = ddp._join_config
-    if joining.enable and not joining.throw_on_early_termination and communicator.size > 1:
-        raise RuntimeError(
-            "layers that share statistics cannot be trained inside DistributedDataParallel.join: "
-            f"that join does not know of their communication over {communicator.size} ranks. Use "
-            "multibn.torch_backend.join, or join(throw_on_early_termination=True), which ends "
-            "with the first rank that runs out of data."
-        )
 
 
 def refuse(

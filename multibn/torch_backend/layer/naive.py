@@ -27,13 +27,12 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
         process_group: CommunicatorLike = None,
         **bn_args: Any,
     ) -> None:
-        everyone = as_communicator(process_group)
+        group = as_communicator(process_group)
         if global_sync is None:
             global_sync = num_sync_devices is None
-        group = everyone
         if not global_sync:
             check_int("num_sync_devices", num_sync_devices, None, none="all ranks of the machine")
-            group = Group(everyone, "machine")
+            group = Group(group, "machine")
             if num_sync_devices is not None and num_sync_devices > 0:
                 group = Group(group, num_sync_devices)
         super().__init__(num_features, process_group=group, **bn_args)
