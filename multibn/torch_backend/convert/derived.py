@@ -160,14 +160,11 @@ class _Sharing(TorchFunctionMode):
         if isinstance(running, Pool):
             running.momentum = momentum
         axis = functional.all_but_channels(input)
+        i = Input(input, weight, bias, eps, axis, running=running)
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
-        y, batch = compiled.forward(
-            Input(input, weight, bias, eps, axis, running=running),
-            [*channels, layer.num_features][0],
-            layer.conversation,
-            weighting=layer.weighting,
-        )
+        sharing = [*channels, layer.num_features][0], layer.conversation
+        y, batch = compiled.forward(i, *sharing, weighting=layer.weighting)
         before, counter = self.count_before, layer.num_batches_tracked
         if running is not None and before is not None and counter is not None:
             # The forward pass has counted, once for each call. Neither a recomputation counts, nor
