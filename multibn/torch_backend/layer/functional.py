@@ -179,6 +179,8 @@ def forward(
         )
     try:
         check_input(i.x, num_channels)
+        if i.x.is_meta and communicator.size > 1:
+            raise TypeError("the input must have data: got meta. Use a layer for shapes.")
         check_options(i)
     except (TypeError, ValueError) as error:
         refuse(error, i.x, num_channels, communicator)

@@ -121,6 +121,7 @@ def test_nested_tensors_are_refused() -> None:
         ({"eps": 0.0}, ValueError, "`eps` must be"),
         ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
         ({"x": torch.ones(3)}, ValueError, r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"),
+        ({"x": torch.ones(2, 3, device="meta")}, TypeError, "must have data: got meta"),
         ({"weight": torch.ones(4)}, ValueError, r"same shape \(C,\): got \[\(4,\), \(3,\)\]"),
         (
             {"x": torch.ones(2, 4)},
