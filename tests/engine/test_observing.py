@@ -12,7 +12,7 @@ from multibn.parity.oracle import relative_error
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
-SIZES = [(4,), (3, 0, 5)]  # samples of each rank
+SIZES = [(4,), (3, 0, 5), (0, 0)]  # samples of each rank
 
 
 def data(sizes: Sequence[int]) -> list[Any]:
