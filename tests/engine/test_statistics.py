@@ -185,6 +185,20 @@ def test_a_refusal_reaches_the_other_ranks() -> None:
     refuse(SingleProcess(), C, like=np.ones(1))  # nobody to tell
 
 
+def test_a_population_has_the_statistics_of_its_batches_as_one(xp: Any) -> None:
+    def step(communicator: ThreadCommunicator) -> None:
+        rng = np.random.default_rng(communicator.rank)
+        batches = [rng.normal(1, 2, (n, C)) for n in (communicator.rank, 3)]
+        estimator = PopulationEstimator(xp.zeros(C))
+        for batch in batches:
+            estimator.update(local_moments(xp.asarray(batch)))
+        whole = aggregate(local_moments(np.concatenate(batches)), communicator)
+        for found, expected in zip(estimator.compute(communicator), whole, strict=True):
+            np.testing.assert_allclose(as_numpy(found), expected, rtol=1e-12)
+
+    run_ranks(3, step)
+
+
 def test_the_rank_whose_moments_are_not_finite_is_named(xp: Any) -> None:
     """Also by a population, to which a batch was added before."""
 

@@ -48,6 +48,13 @@ def test_sizes_may_change_without_compiling_again() -> None:
     )
 
 
+def test_a_residual_that_would_be_broadcast_is_refused() -> None:
+    layer = SyncBatchNorm(3, fuse_relu=True, process_group=SingleProcess())
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"`residual` must have the shape .*, \(4, 3\) and"):
+        compiled(torch.randn(4, 3), torch.randn(1, 3))
+
+
 def test_a_message_says_whether_a_backward_pass_may_follow() -> None:
     layer, x = SyncBatchNorm(3), torch.randn(4, 3)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
