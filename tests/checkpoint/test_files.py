@@ -144,6 +144,16 @@ def test_an_archive_with_hidden_members_is_refused(tmp_path: Path) -> None:
     refused(path, DAMAGED)
 
 
+def test_an_archive_with_more_members_than_its_last_record_can_count_is_read(
+    tmp_path: Path,
+) -> None:
+    path = make(tmp_path / "a.npz")
+    data = bytearray(path.read_bytes())
+    data[-14:-10] = b"\xff" * 4  # the counts, which another record then has
+    path.write_bytes(data)
+    assert files.read(path, "").keys() == arrays().keys()
+
+
 def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     """torch.load gives memory that nobody has written for it."""
     path = make(tmp_path / "a.pt")
