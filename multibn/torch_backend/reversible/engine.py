@@ -147,7 +147,9 @@ class ReversibleSequence(nn.Module):
     def _recomputes(self, which: range) -> bool:
         if self.mode == "stored" or not torch.is_grad_enabled():
             return False
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        # Not is_exporting(), which is true in torch.compile for torch 2.10 and 2.11.
+        exports = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+        if torch.jit.is_tracing() or exports:
             return False
         modules = (getattr(self.layers[index], name) for index in which for name in "FG")
         return self.mode == "reversible" or any(module.training for module in modules)
