@@ -1,6 +1,6 @@
 """Batch normalization whose statistics are shared between processes.
 
-What works on models and layers is in `multibn.torch` (the names that most users need),
+Functions of models, and layers, are in `multibn.torch` (the names that most users need),
 `multibn.torch_backend` (all names) and `multibn.chainer_backend`. This module imports no framework.
 """
 
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> _Any:
     if name in ("torch", "torch_backend", "chainer_backend"):
         return _import_module(f"multibn.{name}")
     raise AttributeError(
-        f"module 'multibn' has no attribute {name!r}. What works on models and layers is in "
+        f"module 'multibn' has no attribute {name!r}. Functions of models, and layers, are in "
         "`multibn.torch`, `multibn.torch_backend` and `multibn.chainer_backend`: write "
         f"`multibn.torch.{name}`, for example."
     )

@@ -1,4 +1,4 @@
-"""What this machine has: libraries and launchers, found without importing or starting them."""
+"""Libraries and launchers of this machine, found without importing or starting them."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @cache
 def this_machine() -> str:
-    """What the processes of one machine have in common, and no other machine's have."""
+    """A name that the processes of one machine have in common, and no other machine's have."""
     # Names repeat where nobody chose them (localhost); the kernel's boot id does not.
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot_id.read_text() if boot_id.exists() else ''}"

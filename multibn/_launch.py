@@ -162,7 +162,7 @@ def run_workers(
     variables: Mapping[str, str] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """What `function`, "package.module.function", returns on each rank: what JSON can hold.
+    """The results of `function`, "package.module.function", on each rank, which JSON must hold.
 
     Arrays become lists. The function is called with the communicator `over`, a key of `LAUNCHERS`,
     and with `options`. Raises WorkerError if ranks fail, or after `timeout` seconds.

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 @contextmanager
 def progress(show: bool, description: str, total: int | None) -> Iterator[Callable[[], object]]:
-    """What to call after each batch; a bar only if it is to `show`."""
+    """A function to call after each batch; a bar only if it is to `show`."""
     if not show or find_spec("tqdm") is None:
         if show:
             print(f"{description}: no progress bar, run pip install tqdm for one", file=sys.stderr)

@@ -77,7 +77,7 @@ def _kernels(triton: str | None) -> dict[str, str]:
 
 
 def _messages() -> dict[str, str]:
-    """What carries messages under each launcher."""
+    """The carrier of messages under each launcher."""
     torchrun = "shared memory inside a machine, torch.distributed between machines"
     if reason := shared_memory.why_not():
         torchrun = f"torch.distributed (slow inside a machine): no shared memory, {reason}"

@@ -107,7 +107,7 @@ def is_refusal(summed: Array, num_lanes: int = 0, /) -> bool:
 
 
 def mark(rank: int, /) -> float:
-    """What a rank sends in the place of moments that are not finite."""
+    """The number that a rank sends in the place of moments that are not finite."""
     return 2.0 ** (_FIRST_MARK + rank) if rank < _NUM_MARKS else NO_MARK
 
 

@@ -1,4 +1,4 @@
-"""What a layer's first message compares: that all ranks have come to the same layer of one model.
+"""The comparison in a layer's first message: all ranks have come to the same layer of one model.
 
 The first message has the same length for all layers. It compares the layers' names, widths and
 options, which of the process's layers each is, and the versions of this package.
@@ -57,7 +57,7 @@ class Built:
 
 
 class Known:
-    """What the layers of a group of ranks have compared, equal on all of them."""
+    """The comparisons of the layers of a group of ranks, equal on all of them."""
 
     def __init__(self) -> None:
         # Of what is no layer, but a function: by what was compared, under which name it goes on.

@@ -22,7 +22,8 @@ from multibn._arrays import from_host, to_host
 from multibn._typing import Array
 from multibn.communicators.base import Handle, gather
 from multibn.communicators.people import announce_end, uncaught
-from multibn.communicators.watch import Board, Done, Meeting, Watch, in_turn
+from multibn.communicators.waits import Done, in_turn
+from multibn.communicators.watch import Board, Meeting, Watch
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -40,7 +41,7 @@ class Line(Protocol):
 
 
 class Transport(ABC):
-    """What differs between the libraries that move bytes, for one group of processes."""
+    """One library that moves bytes, for one group of processes."""
 
     rank: int
     size: int

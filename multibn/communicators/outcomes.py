@@ -1,4 +1,4 @@
-"""What ranks do together about a batch that one of them cannot use: errors, and batches skipped."""
+"""The ranks together about a batch that one of them cannot use: errors, and batches skipped."""
 
 import warnings
 import weakref
@@ -26,7 +26,7 @@ def name_of(communicator: Any, /) -> str:
     return "a layer" if layer is None else for_people(layer.name)
 
 
-# What a layer does with a batch that is not finite. None: "skip" for float16, else "raise".
+# The answer of a layer to a batch that is not finite. None: "skip" for float16, else "raise".
 Nonfinite: TypeAlias = Literal["raise", "skip", None]
 
 

@@ -1,4 +1,4 @@
-"""What people read: the names of layers, which ranks have said what, and lines on stderr."""
+"""Texts for people: the names of layers, which ranks have said what, and lines on stderr."""
 
 import contextlib
 import os

@@ -10,14 +10,15 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
 from multibn.communicators.people import announce
+from multibn.communicators.waits import Done
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
@@ -36,12 +37,9 @@ _BEGIN_ANEW = (
     "init_method='file://' and the path of a new file."
 )
 
-# Waits so many seconds at most, and says whether the collective is done.
-Done: TypeAlias = Callable[[float], bool]
-
 
 class Notice(NamedTuple):
-    """What a rank tells the others."""
+    """A word of a rank for the others."""
 
     state: str  # "waits", "looks" for a lost rank, "failed" or "left"
     completed: int  # how many collectives the rank has completed
@@ -80,7 +78,7 @@ class Peer(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """What a transport knows of a group before its ranks have met."""
+    """The knowledge of a transport about a group before its ranks have met."""
 
     key: str  # a name of the group, equal on its ranks, and no other group's
     members: Sequence[int]  # the ranks in the world, which is the same for all groups
@@ -352,7 +350,7 @@ class Watch:
         )
 
     def _state(self, rank: int) -> str:
-        """What the operating system says of a process of this machine."""
+        """The state of a process of this machine, as the operating system knows it."""
         if not self._peers or not Path("/proc/self/stat").exists():
             return "is not known"
         machine, space, pid = self._peers[rank]
@@ -379,66 +377,6 @@ def _some(ranks: list[int]) -> str:
 _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
 # The groups to whose first meeting this rank has come, or has found that nobody will come.
 _met: set[str] = set()
-
-
-def poll(
-    condition: Callable[[], bool],
-    seconds: float,
-    *,
-    begun: float = 0.0,
-    offers: float = 0.0,
-    longest: float = 1e-3,
-) -> bool:
-    """Whether `condition` becomes true within that time; asks ever less often.
-
-    Other ranks may need this core: for `offers` seconds since the wait has `begun` (default: now)
-    it is only offered, then left to them for naps of a twentieth of the wait, so that the last nap
-    costs little.
-    """
-    start = time.monotonic()
-    while not condition():
-        now = time.monotonic()
-        if now - start >= seconds:
-            return False
-        waited = now - (begun or start)
-        if waited < offers:
-            os.sched_yield()
-        else:
-            time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
-    return True
-
-
-def in_turn(steps: Iterator[Done], end: Callable[[Any], object] = lambda value: None) -> Done:
-    """Begins the first of several steps; waits for that one, begins the next, and so on.
-
-    `end` is called with what a generator of steps returns.
-    """
-
-    def begin_next() -> Done | None:
-        try:
-            return next(steps)
-        except StopIteration as stop:
-            end(stop.value)
-            return None
-
-    pending = begin_next()
-
-    def done(seconds: float) -> bool:
-        nonlocal pending
-        end = time.monotonic() + seconds
-        while pending is not None:
-            if not pending(max(end - time.monotonic(), 0.0)):
-                return False
-            pending = begin_next()
-        return True
-
-    return done
-
-
-def never(seconds: float) -> bool:
-    """Of messages that are unlike, and never meet: the notices will say where the ranks are."""
-    time.sleep(seconds)
-    return False
 
 
 def _launcher() -> int:

@@ -102,7 +102,7 @@ class PopulationEstimator:
         self._sums += sums
 
     def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
-        """What a batch adds: an activation, with moments over `axis`, and its mask."""
+        """The share of one batch: an activation, with moments over `axis`, and its mask."""
         i = Input(x, None, None, 0.0, axis, mask=mask)
         _, count = masks.weigh(i, sizes(x.shape, axis)[1], "element")
         return kernels.select(x).begin_forward(i, count, count)
@@ -128,7 +128,7 @@ class Pool:
     step of the layer.
     """
 
-    # What the step moves at its end, or by how much, where that depends on the last call.
+    # The buffers that the step moves at its end, or by how much, where the last call decides.
     running: Any = None
     momentum: float | None = None
 

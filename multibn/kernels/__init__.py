@@ -2,13 +2,13 @@
 
 A kernels file has the four verbs of a pass, two halves each way with the message between:
 `begin_forward` and `finish_forward`, `begin_backward` and `finish_backward`; and `normalize`, the
-pass by known statistics. `arguments` has what the verbs take. `generic` says what each verb
+pass by known statistics. `arguments` has the verbs' arguments. `generic` says what each verb
 computes, and works for every library of the array API standard. `host` (NumPy arrays and torch
 tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute
 the same faster, if their compiler is installed and they know all fields of the arguments, and pass
-what they have no loop for on to `generic`. What a file's `begin_backward` returns beside the
-payload and the gradients of the parameters, the same file's `finish_backward` takes as its last
-argument. Nothing here knows of processes.
+all else on to `generic`. A file's `finish_backward` takes as its last argument the value that the
+same file's `begin_backward` returns beside the payload and the gradients of the parameters. No file
+here knows of processes.
 """
 
 import importlib

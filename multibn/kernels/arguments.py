@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from multibn._typing import Array, RunningVar
 
-# What `finish_forward` says of a message. On a GPU, where reading would wait, the sum is taken to
-# be right, but for `ONE_VALUE` where this rank has at most one value per channel. `LOST`: a
+# The states of a message, from `finish_forward`. On a GPU, where reading would wait, a sum counts
+# as right, but for `ONE_VALUE` where this rank has at most one value per channel. `LOST`: a
 # variance has lost its digits beside the square of the mean.
 RIGHT, REFUSED, NOT_FINITE, ONE_VALUE, LOST = 0, 1, 2, 3, 4
 # The least `(var + eps) / mean**2` that is not lost, of float64 inputs and of others: the rounding

@@ -268,7 +268,7 @@ def skipped(batch: BatchStatistics, gap: float | Array = math.nan, /) -> BatchSt
 
 
 def state(summed: Array, count: float | Array, /) -> int:
-    """What is wrong with the sum of all ranks' payloads, or `RIGHT`; `count` as in `unpack`."""
+    """The fault of the sum of all ranks' payloads, or `RIGHT`; `count` as in `unpack`."""
     if is_abstract(summed):
         return RIGHT
     xp = array_namespace(summed)
@@ -344,7 +344,7 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
 def variance_factor(
     count: float | Array, local_count: float | Array, convention: RunningVar, /
 ) -> float | Array:
-    """What the biased variance is multiplied by, see `multibn.engine.running_variance`."""
+    """The factor of the biased variance, see `multibn.engine.running_variance`."""
     if convention != "unbiased_global":
         check_choice("running_var", convention, RunningVar)
         if convention == "biased":

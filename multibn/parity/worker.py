@@ -1,4 +1,4 @@
-"""What each rank of the parity command does: trains layers or models, and finds their errors.
+"""The work of each rank of the parity command: trains layers or models, and finds their errors.
 
 A surface is a framework's layer or model behind one small interface of NumPy arrays. A rank
 compares when all communication is over, so that it cannot fail and leave the other ranks waiting
@@ -189,7 +189,7 @@ def train(surface: str, case: Case, communicator: Communicator) -> Arrays:
 
 @lru_cache(1)  # one surface after the other
 def expected(case: Case, rank: int, size: int) -> Arrays:
-    """What `train` must give on this rank."""
+    """The right results of `train` on this rank."""
     arrays: Arrays = {}
     running = np.zeros(CHANNELS), np.ones(CHANNELS)
     for step in range(case.steps):

@@ -83,7 +83,7 @@ def update_bn_stats(
         Called as `forward_fn(model, batch)`. Default: `model(batch)`, or `model(batch[0])` for a
         tuple or list.
     process_group
-        The ranks whose data is pooled, as in `check_sync`. It should contain the groups of the
+        The ranks whose data is pooled, as in `check_sync`. The group should contain those of the
         model's synchronized layers.
     progress
         Show a progress bar on rank 0, if tqdm is installed.

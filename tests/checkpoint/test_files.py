@@ -154,6 +154,13 @@ def test_an_archive_with_more_members_than_its_last_record_can_count_is_read(
     assert files.read(path, "").keys() == arrays().keys()
 
 
+def test_an_archive_with_a_comment_is_read(tmp_path: Path) -> None:
+    path = make(tmp_path / "a.npz")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = b"after 90 epochs"
+    assert files.read(path, "").keys() == arrays().keys()
+
+
 def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     """torch.load gives memory that nobody has written for it."""
     path = make(tmp_path / "a.pt")

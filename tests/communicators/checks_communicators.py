@@ -354,14 +354,19 @@ def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
             as_communicator(group)
 
 
-@only("mpiexec")
 def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
-    """Before MPI hears of ranks that it does not have."""
+    """Before MPI or torch hears of ranks that it does not have."""
     from multibn.communicators.transports import mpi
 
+    restore: Any = mpi._restore
+    where = "MPI.COMM_WORLD"
+    if _under_torchrun(world):
+        from multibn.communicators.transports import torch_distributed
+
+        restore, where = torch_distributed.restore, "torch.distributed"
     for ranks in ((world.size,), (world.rank, world.size)):
-        restored = mpi._restore(ranks)
-        refused = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
+        restored = restore(ranks)
+        refused = rf"made for ranks \[.*{world.size}\] of {where}, and this is rank "
         with pytest.raises(RuntimeError, match=rf"{refused}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))
 

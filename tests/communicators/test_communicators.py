@@ -46,8 +46,10 @@ def test_a_restored_group_says_what_is_missing() -> None:
     require.need("torch")
     from multibn.communicators.transports.torch_distributed import TorchDistributed, restore
 
-    with pytest.raises(RuntimeError, match=r"made for ranks \[0, 1\] of torch.distributed, and no"):
-        restore((0, 1)).allreduce(np.ones(1))
+    for ranks, said in (((0,), "0"), ((0, 1), "0, 1")):
+        refused = rf"made for ranks \[{said}\] of torch.distributed, and no process group is init"
+        with pytest.raises(RuntimeError, match=refused):
+            restore(ranks).allreduce(np.ones(1))
     with pytest.raises(ValueError, match=r"Default process group has not been initialized"):
         TorchDistributed().allreduce(np.ones(1))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from multibn.communicators.waits import poll
 from multibn.communicators.watch import (
     ALIKE,
     Meeting,
@@ -20,7 +21,6 @@ from multibn.communicators.watch import (
     RankLostError,
     Watch,
     check_timeout,
-    poll,
 )
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, zip_longest
 from pathlib import Path
@@ -81,12 +81,13 @@ class Tests:
         of = [self.of(str(python.relative_to(self._base))).values() for python in users]
         return {0: {test for values in of for tests in values for test in tests}}
 
-    def _cheapest(self, tests: Iterable[str], most: float) -> list[str]:
-        """The cheapest of each file, then their next ones, as many as take `most` seconds."""
+    def _cheapest(self, tests: Iterable[str], most: float, own: Collection[str]) -> list[str]:
+        """Own ones, the cheapest of each file, their next ones: as many as take `most` seconds."""
         files: dict[str, list[str]] = {}
         for test in sorted(tests, key=lambda test: (self._seconds[test], test)):
             files.setdefault(test.split(":")[0], []).append(test)
         turns = [test for turn in zip_longest(*files.values()) for test in turn if test]
+        turns.sort(key=lambda test: test not in own)
         took = accumulate(self._seconds[test] for test in turns)
         return [test for test, seconds in zip(turns, took, strict=True) if seconds < most]
 
@@ -96,14 +97,15 @@ class Tests:
             return "equivalent", ""
         of = self.of(mutant.path)
         tests = set[str]().union(*(of.get(n, ()) for n in mutant.lines or of))
-        if tests and len(tests) < FEW:
-            tests = tests.union(*of.values())
+        own = tests if len(tests) < FEW else set()
+        if own:
+            tests = own.union(*of.values())
         if not tests:
             return "never run", ""
-        inside = self._cheapest((test for test in tests if "::" in test), SECONDS[1])
-        first = self._cheapest(inside, SECONDS[0])
-        checks = self._cheapest((test for test in tests if "::" not in test), CHECKS)
-        launches = dict(Counter(c.rpartition(" ")[0] for c in checks).most_common(LAUNCHES))
+        inside = self._cheapest((test for test in tests if "::" in test), SECONDS[1], own)
+        first = self._cheapest(inside, SECONDS[0], own)
+        checks = self._cheapest((test for test in tests if "::" not in test), CHECKS, own)
+        launches = list(dict.fromkeys(c.rpartition(" ")[0] for c in checks))[:LAUNCHES]
         checks = [check for check in checks if check.rpartition(" ")[0] in launches]
         with tempfile.TemporaryDirectory(prefix="multibn-mutant-") as name:
             tree = shutil.copytree(self._base, Path(name, "tree"))

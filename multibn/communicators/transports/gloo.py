@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from multibn import message
 from multibn.communicators.lines import HostArray, Line
-from multibn.communicators.watch import Done, check_timeout, in_turn, never, poll
+from multibn.communicators.waits import Done, in_turn, never, poll
+from multibn.communicators.watch import check_timeout
 
 _ROOM = 516  # numbers of a message in its first part: the moments of 256 channels and fingerprints
 _SLICE = 0.05  # seconds; after each wait of this length, Python looks for signals
 _AFTER = 60.0  # seconds that gloo waits longer than multibn, which knows more words
-# What gloo can sum of NumPy's; other whole numbers travel as int64.
+# The dtypes of NumPy that gloo can sum; other whole numbers travel as int64.
 _SUMMABLE = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
 
 Start: TypeAlias = Callable[[HostArray], Done]

@@ -18,7 +18,8 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.watch import Board, Done, Notice, poll
+from multibn.communicators.waits import Done, poll
+from multibn.communicators.watch import Board, Notice
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

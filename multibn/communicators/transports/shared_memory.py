@@ -24,7 +24,8 @@ import numpy as np
 from multibn import message
 from multibn._environment import pid_space, process_state
 from multibn.communicators.lines import HostArray, seconds_of_offers
-from multibn.communicators.watch import Done, RankLostError, never, poll
+from multibn.communicators.waits import Done, never, poll
+from multibn.communicators.watch import RankLostError
 
 try:
     import multibn.communicators.transports._shared_memory as core

@@ -25,7 +25,8 @@ from multibn.communicators.lines import (
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import StoreBoard
-from multibn.communicators.watch import Done, Meeting
+from multibn.communicators.waits import Done
+from multibn.communicators.watch import Meeting
 
 
 class TorchDistributed(LineCommunicator):
@@ -235,7 +236,7 @@ class _Transport(Transport):
 
 
 class _World:
-    """What is known under one default process group; with another, all is found out anew."""
+    """The facts under one default process group; with another, all are found out anew."""
 
     def __init__(self) -> None:
         self.default_group = _reference(dist.group.WORLD)

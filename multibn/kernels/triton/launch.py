@@ -11,7 +11,7 @@ from triton import knobs
 
 
 def number(v: Any) -> Any:
-    """What a kernel takes for `v`: a tensor as it is, of another number the bits in float64.
+    """The argument of a kernel for `v`: a tensor as it is, of another number the bits in float64.
 
     Triton would pass a float in float32, and the bits of 0 in 32 bits: those of -0.0 stand for it.
     """

@@ -1,4 +1,4 @@
-"""What all layers that share statistics have: ranks, options, a name, buffers that a step moves."""
+"""The base of layers that share statistics: ranks, options, a name, buffers that a step moves."""
 
 import weakref
 from typing import Any
@@ -156,6 +156,6 @@ def running_of(
 def moves(running: Running | Pool | None, x: Tensor) -> bool:
     """Whether a pass over `x` moves the buffers `running`: a pool and a recomputation leave them.
 
-    Compiled code cannot tell whether it runs in a recomputation. There this function answers True.
+    Compiled code, which cannot tell whether it runs in a recomputation, gets True.
     """
     return isinstance(running, Running) and (compiled.takes(x) or not recompute.in_recomputing())

@@ -1,1 +1,1 @@
-"""What acts on the layers of a model while it trains."""
+"""Contexts and functions for the layers of a model in training."""

@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 
 from multibn.communicators.lines import Line  # noqa: E402
 from multibn.communicators.transports.gloo import Side  # noqa: E402
-from multibn.communicators.watch import in_turn  # noqa: E402
+from multibn.communicators.waits import in_turn  # noqa: E402
 
 SECONDS = 60.0
 

@@ -19,7 +19,8 @@ import pytest
 from multibn.communicators.lines import HostArray
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machine
-from multibn.communicators.watch import RankLostError, in_turn
+from multibn.communicators.waits import in_turn
+from multibn.communicators.watch import RankLostError
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -274,6 +275,22 @@ def test_a_wait_gives_way_to_threads_and_signals(gate: HostArray, yielding: floa
         core.wait(at, 2, 10.0, yielding)
     assert time.monotonic() - start < 5.0
     signal.signal(signal.SIGALRM, earlier)
+
+
+def test_the_last_to_arrive_wakes_those_who_sleep(gate: HostArray) -> None:
+    """Long before their naps of 50 ms end."""
+    core, at, a = shared_memory.core, gate.ctypes.data, np.zeros(1)
+    late: list[float] = []
+
+    def arrive(goal: int) -> None:
+        late.append(-time.monotonic())
+        core.arrive(at, goal, a.ctypes.data, a.ctypes.data, 8)
+
+    for goal in range(1, 6):
+        threading.Timer(0.01, arrive, (goal,)).start()
+        assert core.wait(at, goal, 10.0, 0.0)
+        late[-1] += time.monotonic()
+    assert np.median(late) < 0.02, late
 
 
 def test_arguments_of_the_extension_are_checked(gate: HostArray) -> None:

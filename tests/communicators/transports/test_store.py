@@ -15,7 +15,8 @@ import torch.distributed as dist  # noqa: E402
 
 from multibn.communicators.transports import shared_memory  # noqa: E402
 from multibn.communicators.transports.store import StoreBoard  # noqa: E402
-from multibn.communicators.watch import Notice, in_turn  # noqa: E402
+from multibn.communicators.waits import in_turn  # noqa: E402
+from multibn.communicators.watch import Notice  # noqa: E402
 
 SIZE = 64
 

@@ -1,0 +1,69 @@
+"""Ways to wait for a collective, each until a time of the caller's."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+# Waits so many seconds at most, and says whether the collective is done.
+Done: TypeAlias = Callable[[float], bool]
+
+
+def poll(
+    condition: Callable[[], bool],
+    seconds: float,
+    *,
+    begun: float = 0.0,
+    offers: float = 0.0,
+    longest: float = 1e-3,
+) -> bool:
+    """Whether `condition` becomes true within that time; asks ever less often.
+
+    Other ranks may need this core: for `offers` seconds since the wait has `begun` (default: now)
+    it is only offered, then left to them for naps of a twentieth of the wait, so that the last nap
+    costs little.
+    """
+    start = time.monotonic()
+    while not condition():
+        now = time.monotonic()
+        if now - start >= seconds:
+            return False
+        waited = now - (begun or start)
+        if waited < offers:
+            os.sched_yield()
+        else:
+            time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
+    return True
+
+
+def in_turn(steps: Iterator[Done], end: Callable[[Any], object] = lambda value: None) -> Done:
+    """Begins the first of several steps; waits for that one, begins the next, and so on.
+
+    `end` is called with what a generator of steps returns.
+    """
+
+    def begin_next() -> Done | None:
+        try:
+            return next(steps)
+        except StopIteration as stop:
+            end(stop.value)
+            return None
+
+    pending = begin_next()
+
+    def done(seconds: float) -> bool:
+        nonlocal pending
+        end = time.monotonic() + seconds
+        while pending is not None:
+            if not pending(max(end - time.monotonic(), 0.0)):
+                return False
+            pending = begin_next()
+        return True
+
+    return done
+
+
+def never(seconds: float) -> bool:
+    """Of messages that are unlike, and never meet: the notices will say where the ranks are."""
+    time.sleep(seconds)
+    return False
