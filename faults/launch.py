@@ -17,7 +17,7 @@ from faults.outcome import Outcome, Rank
 from faults.scenarios import DEADLINE, Scenario
 from faults.setups import Setup
 from multibn._environment import process_state
-from multibn._launch import launch_command, run, started
+from multibn._launch import environment, launch_command, run, started
 
 _START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
 # Seconds after the fault. A rank that has not ended by then waits for ever; a peer hangs, for which
@@ -163,7 +163,7 @@ def _started(
     """A launcher, ended with its ranks however the block is left."""
     with (
         output.open("w") as file,
-        started(command, output=file, variables=variables) as process,
+        started(command, output=file, variables=environment() | dict(variables)) as process,
     ):
         try:
             yield process

@@ -69,11 +69,11 @@ def started(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a launcher that prints to `output`; end launcher and ranks when the block is left.
 
-    `variables` are added to those of `environment`.
+    The processes have these variables: those of `environment` by default.
     """
     process = subprocess.Popen(
         command,
-        env=environment() | dict(variables or {}),
+        env=environment() if variables is None else variables,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -100,9 +100,10 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a launcher to its end; `stdout` of the result is all that it and its ranks printed.
 
-    After `timeout` seconds, ends all processes and raises TimeoutExpired with their `output`.
+    `variables` are added to those of `environment`. After `timeout` seconds, all processes are
+    ended: TimeoutExpired, with their `output`.
     """
-    with started(command, variables=variables) as process:
+    with started(command, variables=environment() | dict(variables or {})) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as expired:

@@ -80,11 +80,11 @@ def _beside(items: Sequence[pytest.Item]) -> list[Callable[[], Any]]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
     items = [] if session.config.option.collectonly else session.items
-    session.stash[LAUNCHES] = launches = _launches(items)
     with (
         launch.forked_python(),
         ThreadPoolExecutor(1) as pool,  # one launch at a time: it has more ranks than one
     ):
+        session.stash[LAUNCHES] = launches = _launches(items)
         for checks in launches.values():
             pool.submit(checks.run)
         session.stash[_BESIDE] = {function: pool.submit(function) for function in _beside(items)}

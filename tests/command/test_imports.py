@@ -17,7 +17,7 @@ PACKAGE = ROOT / "multibn"
 FLOORS = """
 _typing _version _environment _progress registry
 _arrays checkpoint.files
-message communicators.base communicators.people
+message communicators.base communicators.people communicators.waits
 checkpoint communicators.watch
 communicators.lines
 communicators.agreement communicators.outcomes communicators.transports

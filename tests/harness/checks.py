@@ -58,7 +58,8 @@ class Checks:
     ) -> None:
         self.launcher, self.size, self.grace = launcher, size, grace
         self.deadline = DEADLINE if deadline is None else deadline
-        self._variables = VARIABLES | ({"PYTHONPATH": path} if path else {})
+        # Read now: while the ranks start, a test may have changed a variable of this process.
+        self._variables = _launch.environment() | VARIABLES | ({"PYTHONPATH": path} if path else {})
         self._complaints: dict[str, Future[str]] = {name: Future() for name in names}
         self._stop = threading.Event()
 

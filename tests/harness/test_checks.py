@@ -10,11 +10,14 @@ import pytest
 from multibn._launch import environment
 from tests.harness import checks
 
-MODULE = """
+LATE = "MULTIBN_SET_BY_ANOTHER_TEST"  # when the ranks are about to start
+
+MODULE = f"""
     import os, signal, time
     import numpy as np
 
     def check_that_passes(world):
+        assert {LATE!r} not in os.environ
         assert world.allreduce(np.ones(1)).item() == world.size
 
     check_after = check_last = check_that_passes
@@ -67,7 +70,11 @@ def _complaints() -> dict[str, str]:
         several = checks.Checks(
             "torchrun", 2, names.values(), deadline=DEADLINE, grace=GRACE, path=path
         )
-        several.run()
+        os.environ[LATE] = "1"
+        try:
+            several.run()
+        finally:
+            del os.environ[LATE]
         return {name: several.complaint(names[name]) for name in names}
 
 

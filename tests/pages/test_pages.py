@@ -67,10 +67,10 @@ def test_two_launchers_with_one_rendezvous_train_together(tmp_path: Path) -> Non
     line = line.replace("node1:29500", f"localhost:{port}").replace("node 4", "node 1")
     command = _arguments(line.replace("train.py", str(tmp_path / "train.py")))
     losses = commands("README.md")[0].printed
+    variables = _launch.environment() | launch.VARIABLES
     with ExitStack() as stack:
         launchers = [
-            stack.enter_context(_launch.started(command, variables=launch.VARIABLES))
-            for _ in range(2)
+            stack.enter_context(_launch.started(command, variables=variables)) for _ in range(2)
         ]
         outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
