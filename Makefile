@@ -92,7 +92,7 @@ fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of t
 faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results
 	$(BIN)/python -m faults
 
-soak: $(VENV)/installed  ## ten minutes of all that a long run does, on 2 to 32 ranks: docs/soak.md
+soak: $(VENV)/installed  ## a quarter of an hour of all that a long run does, on 2 to 32 ranks: docs/soak.md
 	$(BIN)/python -m tests.soak
 
 $(VENV)/mutants: $(VENV)/installed

@@ -21,8 +21,9 @@ def measure(
     times: dict[str, Seconds] = {}
     for C in channels:
         layer = Conversation(communicator, lambda C=C: f"layer of {C} channels")  # type: ignore[misc]
-        n = message.length(C)
-        steps = {"checked": _checked(layer, n), "bare": (_mpi if over == "mpi" else _torch)(n)}
+        bare = _mpi if over == "mpi" else _torch
+        steps = {"checked": _checked(layer, message.forward_payload(C))}
+        steps["bare"] = bare(message.length(C))
         steps = {name: _repeated(step, _REPEAT[over]) for name, step in steps.items()}
         taken = take_turns(steps, communicator, seconds=seconds)
         times |= {f"{C}/{name}": t / _REPEAT[over] for name, t in taken.items()}

@@ -78,7 +78,7 @@ def _kernels(triton: str | None) -> dict[str, str]:
 
 def _messages() -> dict[str, str]:
     """The carrier of messages under each launcher."""
-    torchrun = "shared memory inside a machine, torch.distributed between machines"
+    torchrun = "shared memory where all ranks are on one machine, else torch.distributed"
     if reason := shared_memory.why_not():
         torchrun = f"torch.distributed (slow inside a machine): no shared memory, {reason}"
     if not importable("torch"):

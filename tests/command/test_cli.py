@@ -50,7 +50,7 @@ def _said(monkeypatch: Any, *present: str) -> str:
         (["triton"], '"GPU": "generic (slow): pip install torch \'triton>=3.4\''),
         (["torch", "triton"], '"GPU": "Triton, launched by torch, when there is a GPU"'),
         ([], "torchrun\": \"nothing: pip install '.[torch]' in multibn's checkout"),
-        (["torch"], 'torchrun": "shared memory inside a machine, torch.distributed betwe'),
+        (["torch"], 'torchrun": "shared memory where all ranks are on one machine, else torc'),
         ([], "mpiexec\": \"nothing: pip install '.[mpi]' in multibn's checkout"),
     ],
 )

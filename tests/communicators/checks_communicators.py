@@ -134,7 +134,7 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
     assert not transport.takes(torch.ones(3))
 
 
-@only(sizes=(2, 3, 4), needs=("no cupy",))
+@only(sizes=(2, 3, 4), needs=("a machine without CuPy",))
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
     """At once, and not one call later: over these transports they come through host memory."""
     phase = Conversation(world, lambda: "bn").during("forward", np.dtype("float32"))

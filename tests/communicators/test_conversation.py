@@ -48,7 +48,7 @@ def ones(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "numpy":
         yield np.ones
         return
-    require.need("no cupy")
+    require.need("a machine without CuPy")
     with standin_cupy.installed() as cupy:
         yield lambda n: cupy.asarray(np.ones(n))
 

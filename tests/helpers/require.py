@@ -55,7 +55,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "triton": lambda: importable("triton.knobs"),  # of 3.4
     "gpu": lambda: _gpu("torch"),
     "cupy": lambda: _gpu("cupy"),
-    "no cupy": lambda: not importable("cupy"),
+    "a machine without CuPy": lambda: not importable("cupy"),
     "torchrun": lambda: importable("torch.distributed.run"),
     "mmengine": lambda: importable("mmengine"),
     "mmpretrain": lambda: Path(ORIGINALS, "mmpretrain").is_dir(),

@@ -4,13 +4,13 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers import launch
+from tests.helpers import launch, require
 
-pytestmark = pytest.mark.launches
 GUIDE = launch.ROOT / "docs/guides/from-chainermn-to-torch.md"
 
 
@@ -47,9 +47,46 @@ def _train() -> tuple[list[float], list[float], str]:
         return _losses(folder / "chainer.jsonl"), _losses(folder / "torch.jsonl"), changed
 
 
+@pytest.mark.launches
 @pytest.mark.beside(_train, "torch", "chainer", "torchrun", "mpiexec")
 def test_training_goes_on_in_torch(beside: tuple[list[float], list[float], str]) -> None:
     chainer, torch, printed = beside
     assert "eps and momentum (Chainer's 1 - decay) are not in the file" in printed
     assert len(chainer) == 20
     np.testing.assert_allclose(torch, chainer, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["weight decay", "clipping", "Adam"])
+def test_optimizers_take_equal_steps(name: str) -> None:
+    require.need("torch", "chainer")
+    import torch
+
+    from multibn.chainer_backend import compat
+
+    compat.make_importable()
+    from chainer import links, optimizer_hooks, optimizers
+
+    link, layer = links.Linear(3, 2), torch.nn.Linear(3, 2)
+    for own, its in zip((layer.weight, layer.bias), (link.W, link.b), strict=True):
+        own.data = torch.tensor(its.array)
+    theirs = optimizers.Adam(0.1, eps=1e-30) if name == "Adam" else optimizers.MomentumSGD(0.1)
+    theirs.setup(link)
+    if name == "weight decay":
+        theirs.add_hook(optimizer_hooks.WeightDecay(0.5))
+    if name == "clipping":
+        theirs.add_hook(optimizer_hooks.GradientClipping(0.5))
+    decay = 0.5 if name == "weight decay" else 0.0
+    parameters, SGD = list(layer.parameters()), torch.optim.SGD
+    ours: Any = SGD(parameters, 0.1, momentum=0.9, weight_decay=decay)
+    if name == "Adam":
+        ours = torch.optim.Adam(parameters, 0.1, eps=1e-30)
+    for step in range(3):
+        for own, its in zip(parameters, (link.W, link.b), strict=True):
+            its.grad = np.full_like(its.array, 1 + step)
+            own.grad = torch.tensor(its.grad)
+        if name == "clipping":
+            torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        theirs.update()
+        ours.step()
+    for own, its in zip(parameters, (link.W, link.b), strict=True):
+        np.testing.assert_allclose(own.detach(), its.array, rtol=1e-5)

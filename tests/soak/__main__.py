@@ -1,4 +1,4 @@
-"""Trains for ten minutes in many ways, and counts what the ranks hold.
+"""Trains for a quarter of an hour in many ways, and counts what the ranks hold.
 
 Writes the tables of docs/soak.md. The exit status is 1 if anything grew on a rank.
 """

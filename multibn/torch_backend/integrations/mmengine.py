@@ -79,11 +79,7 @@ class PreciseBNHook(Hook):
     priority = "ABOVE_NORMAL"
 
     def __init__(
-        self,
-        num_samples: int = 8192,
-        interval: int = 1,
-        *,
-        estimator: Estimator = "population",
+        self, num_samples: int = 8192, interval: int = 1, *, estimator: Estimator = "population"
     ) -> None:
         check_int("num_samples", num_samples)
         check_int("interval", interval)

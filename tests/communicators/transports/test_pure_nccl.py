@@ -29,7 +29,7 @@ class NcclCommunicator:
 
 @pytest.fixture
 def cupy() -> Iterator[Any]:
-    require.need("no cupy")
+    require.need("a machine without CuPy")
     with standin_cupy.installed() as module:
         yield module
 
