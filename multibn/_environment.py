@@ -53,7 +53,10 @@ def ended_ranks() -> set[int]:
     rank, local_rank, local_size = map(int, numbers)
     living = set()
     for listed in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-        for pid in listed.read_text().split():
+        children = ""
+        with suppress(OSError):  # of a thread that ends meanwhile
+            children = listed.read_text()
+        for pid in children.split():
             with suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
                 of_rank = dict(entry.partition("=")[::2] for entry in variables.split("\0"))

@@ -82,7 +82,7 @@ def _convert(args: argparse.Namespace) -> int:
     multibn convert --names names.json model.pt model.npz
     """
     names = json.loads(args.names.read_text(encoding="utf-8")) if args.names else None
-    verb = _verb(args.dst)
+    verb = "replaced" if args.dst.exists() else "wrote"
     converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
     wrapper = textwrap.TextWrapper(
         shutil.get_terminal_size().columns,
@@ -96,10 +96,6 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verb(path: Path) -> str:
-    return "replaced" if path.exists() else "wrote"
-
-
 def _pool(args: argparse.Namespace) -> int:
     """Pool the running statistics of models that were trained apart.
 
@@ -111,7 +107,7 @@ def _pool(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.dst}: must be of the framework of all SRC. Convert it afterwards.")
     states = [files.read(path, args.prefix) for path in args.src]
     pool = checkpoint.pool_states(states, args.counts, average_parameters=args.average_parameters)
-    verb = _verb(args.dst)
+    verb = "replaced" if args.dst.exists() else "wrote"
     files.write(args.dst, pool)
     print(f"{verb} {args.dst}: {len(pool)} arrays")
     return 0

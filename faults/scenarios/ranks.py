@@ -95,7 +95,7 @@ def pipeline(trial: Trial) -> None:
     trial.steps(2)
 
 
-_LEFT = r"in layer1\.0\.bn1 .* for rank\(s\) \[1\], whose program ended before"
+_LEFT = r"in layer1\.0\.bn1 .* for rank\(s\) \[1\], which ended or left the group before"
 
 
 out_of_data = of_rank_1(

@@ -193,7 +193,7 @@ class _Watch(chainer.LinkHook):
 
     def forward_preprocess(self, args: Any) -> None:
         norm = self._norms.get(id(args.link))
-        if norm is None:
+        if norm is None or not chainer.config.train:
             return
         x = input_of(args.args, args.kwargs)
         layout = norm.link.avg_mean.shape, norm.link.axis
@@ -207,7 +207,7 @@ class _Watch(chainer.LinkHook):
         empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)
         kwargs = {k: v for k, v in args.kwargs.items() if k == "finetune"}
         self._run.repeat(partial(norm.visit, empty, kwargs))
-        if isinstance(norm.link, L.BatchNormalization) and chainer.config.train:
+        if isinstance(norm.link, L.BatchNormalization):
             norm.estimator.add(norm.estimator.sums_of(x, axis=axis))
 
 

@@ -87,9 +87,12 @@ def array_of(values: Mapping[str, Any], key: str) -> Any:
     """The array or tensor of real numbers under a key; raises for anything else."""
     value = values[key]
     dtype = getattr(value, "dtype", None)
-    if dtype is None or getattr(dtype, "kind", "f") not in "fiub":  # torch's have no kind
+    is_real = getattr(dtype, "kind", "f") in "fiub"  # torch's have no kind
+    is_dense = str(getattr(value, "layout", "torch.strided")) == "torch.strided"
+    is_there = not getattr(value, "is_meta", False)
+    if not (is_real and is_dense and is_there) or getattr(dtype, "itemsize", 9) > 8:
         raise CheckpointError(
-            f"{key!r:.99} must be an array or a tensor of real numbers: got "
+            f"{key!r:.99} must be a dense array or tensor of real numbers of at most 8 bytes: got "
             f"{dtype or type(value).__name__}. Select the model alone with `prefix`; name a file "
             "of NumPy .npz and one of torch .pt."
         )

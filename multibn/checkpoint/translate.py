@@ -186,6 +186,8 @@ def _translate(
 
     old, new = source.separator, target.separator
     names = names or {}
+    if not isinstance(names, Mapping) or not all(isinstance(v or "", str) for v in names.values()):
+        raise CheckpointError(f"`names` must give each name a str or None: got {names!r:.99}.")
     if idle := [name for name in names if not any(_is_below(key, name, old) for key in state)]:
         raise CheckpointError(
             f"every entry of `names` must match a key or a prefix: {some(idle)} match none. "

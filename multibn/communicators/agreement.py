@@ -6,7 +6,6 @@ options, which of the process's layers each is, and the versions of this package
 
 import gc
 from collections import deque
-from contextlib import suppress
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -108,9 +107,10 @@ def agree(
 
     Collective where the layer has not compared itself for messages of this length.
     """
-    known = Known()
-    with suppress(TypeError):  # no hash, or no weak references: each layer compares for itself
-        known = _known.setdefault(communicator if lines is None else lines, known)
+    try:
+        known = _known.setdefault(communicator if lines is None else lines, Known())
+    except TypeError:  # no hash, or no weak references: each layer compares for itself
+        known = layer.own_known
     # The conversations of a function last as long as a call.
     names = known.names if layer.built is None else layer.names.setdefault(known, {})
     key = layer.name, length

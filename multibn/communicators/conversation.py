@@ -53,6 +53,7 @@ class Conversation(Forwarding):
         self._elsewhere: dict[Communicator, Conversation] = {}
         # The names that the layer has in each group, by its own name and the messages' length.
         self.names: WeakKeyDictionary[Known, dict[Any, str]] = WeakKeyDictionary()
+        self.own_known = Known()  # of a communicator that no table can hold
 
     @cached_property
     def name(self) -> str:
@@ -309,7 +310,8 @@ class Phase(Forwarding):
         layer = self.wrapped
         width = f"{message.num_channels(self._num_numbers + self.num_lanes)} channels"
         # Models may have layers of one name.
-        which = f"layer {self._place.split()[-3]} by the first call"
+        number_of_layer = self._place.rpartition(f" {self.name} ")[0].split()[-1]
+        which = f"layer {number_of_layer} by the first call"
         facts = self.gradients, width, f"{width}, {which}"
         calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
         answers = gather([f"{self._place} {self.dtype}", *calls], layer.wrapped)

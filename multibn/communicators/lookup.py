@@ -58,6 +58,7 @@ _WRAPPERS = {
 
 
 _Spec: TypeAlias = str | int | tuple[int, ...]
+_ALONE = SingleProcess()
 
 
 class DefaultCommunicator(Forwarding):
@@ -83,7 +84,7 @@ class DefaultCommunicator(Forwarding):
         if default_group() is not None:
             return _default_of_torch()
         self._warn_if_launched()
-        return SingleProcess()
+        return _ALONE
 
     @classmethod
     def _warn_if_launched(cls) -> None:
@@ -254,7 +255,8 @@ class Group(Forwarding):
                 f"this process, rank {self.parent.rank} of {self.parent.size}, is not in the list "
                 f"of ranks: got {self!r}. Give each process a group that it belongs to."
             )
-        return resolved.communicator
+        # As this handle of the parent: another one's group may have been destroyed.
+        return self.parent if resolved.communicator is resolved.parent else resolved.communicator
 
     def _split(self) -> "dict[_Spec, Communicator | None]":
         """This process's group, by its spec, and other lists that ranks have passed meanwhile.

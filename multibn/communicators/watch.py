@@ -212,13 +212,13 @@ class Watch:
         return self.board.read() if self.board is not None else {}
 
     def _check_for_end(self, text: str, notices: dict[int, Notice]) -> None:
-        """Raise if a rank will not come, because its program has ended or has failed."""
+        """Raise if a rank will not come, because it has left or has failed."""
         if left := [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
                 ConnectionError,
-                f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, whose program ended "
-                f"before it came there: {self._describe(left, 'left')}. All ranks must take the "
-                "same number of steps; see `join` for data of unequal length.",
+                f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, which ended or left "
+                f"the group before: {self._describe(left, 'left')}. All ranks must take the same "
+                "number of steps; see `join` for data of unequal length.",
             )
         for rank, notice in notices.items():
             if notice.state == "failed":
@@ -304,6 +304,7 @@ class Watch:
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
         gone, lost = [error.rank] if isinstance(error, RankLostError) else [], list[int]()
         if getattr(error, "has_left", False):
+            self._check_for_end(text, {r: n for r, n in self._notices().items() if r in gone})
             self._check_for_end(text, {gone[0]: Notice("left", self.completed, "", "")})
         # Alive, with a broken connection: the others need not name this rank.
         self._publish("looks", "", text)

@@ -1,11 +1,13 @@
 """Running statistics from whole passes over data: one loop for the layers of all backends."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypeAlias
 
 from multibn._arrays import array_namespace, is_on_host
-from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators.outcomes import layer_of
@@ -95,7 +97,7 @@ class Pass(Taping):
             batches, self._communicator, source=source, amount=samples_in, everywhere=is_shared
         )
         num_steps = num_batches = samples = 0
-        with show_progress(progress and rank == 0, self._title, total) as advance:
+        with _progress(progress and rank == 0, self._title, total) as advance:
             for step in islice(steps, num_iters):
                 last_pass, self._visits = self._visits, []
                 with self:
@@ -133,3 +135,17 @@ def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
     if args:
         return args[0]
     return next((v for name, v in kwargs.items() if name not in _OPTIONS), None)
+
+
+@contextmanager
+def _progress(show: bool, description: str, total: int | None) -> Iterator[Callable[[], object]]:
+    """A function to call after each batch; a bar only if it is to `show`."""
+    if not show or find_spec("tqdm") is None:
+        if show:
+            print(f"{description}: no progress bar, run pip install tqdm for one", file=sys.stderr)
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=description, unit="batch") as bar:
+        yield bar.update

@@ -114,8 +114,7 @@ def is_recording() -> bool:
 
 def in_recomputing() -> bool:
     """Whether this pass runs again, so that running statistics must not be updated."""
-    stack = state.stack
-    return bool(stack) and any(isinstance(entered, replaying) for entered in stack)
+    return any(isinstance(entered, replaying) for entered in state.stack)
 
 
 def replayed(channels: tuple[int, ...]) -> BatchStatistics | None:

@@ -184,12 +184,7 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
 
 
 def refuse(
-    communicator: Communicator,
-    num_channels: int,
-    /,
-    *,
-    like: Array,
-    error: Exception | None = None,
+    communicator: Communicator, num_channels: int, /, *, like: Array, error: Exception | None = None
 ) -> None:
     """Take part in the other ranks' `aggregate` only to tell them that this rank cannot.
 

@@ -38,7 +38,7 @@ def forward(
     `verbs` are the kernels, in place of those that `kernels.select` chooses; what they make of the
     input is returned. `needs_gradient` says whether a `backward` may follow, and is compared.
 
-    Collective, one allreduce of 2C+2 float64 numbers, unless `engine.recompute` replays the
+    Collective, one allreduce of 2C+4 float64 numbers, unless `engine.recompute` replays the
     statistics; another one for a variance that is lost beside the square of the mean, on the host.
     Raises as `statistics.aggregate`, and OneValueError, a ValueError, on every rank, if the ranks
     hold one value per channel together.
@@ -118,7 +118,7 @@ def backward(
 ) -> Gradients:
     """The gradients of a layer's input, residual and parameters.
 
-    Collective if `x` needs a gradient: one allreduce of 2C float64 numbers. The gradients of
+    Collective if `x` needs a gradient: one allreduce of 2C+4 float64 numbers. The gradients of
     parameters are this rank's, or, with `means`, the means over the ranks; then `x` must need a
     gradient. `verbs` as in `forward`.
     """

@@ -72,7 +72,8 @@ def begin_forward(
     launch(passes.moments, programs, arguments, constants, key, known)
     numbers, *around = _message(out, partials, plan.payload)
     arguments = partials, numbers, number(rank_weight), number(count), number(mark), *around
-    _merge(steps.merge_moments, arguments, ("merge_moments", isinstance(count, Tensor)))
+    tensors = isinstance(rank_weight, Tensor), isinstance(count, Tensor)
+    _merge(steps.merge_moments, arguments, ("merge_moments", *tensors))
     return numbers if out is None else out
 
 

@@ -364,7 +364,10 @@ def _before_relu(g: Gradient) -> Gradient:
 
 def _like(summed: Array, x: Array) -> Array:
     """A sum in the library of `x`, in memory that is not a line's."""
-    return array_namespace(x).asarray(summed.copy()) if type(summed) is np.ndarray else summed
+    if type(summed) is not np.ndarray:
+        return summed
+    xp = array_namespace(x)  # torch's asarray would take the default device, which may be a GPU
+    return getattr(xp, "from_numpy", xp.asarray)(summed.copy())
 
 
 def _written(payload: Array, out: Any) -> Array:

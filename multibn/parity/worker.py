@@ -150,10 +150,7 @@ SURFACES: dict[str, Any] = {"torch": torch_layer, "chainer": chainer_layer}
 
 
 def measure(
-    communicator: Communicator,
-    surfaces: Sequence[str],
-    cases: Sequence[str] = (),
-    model: str = "",
+    communicator: Communicator, surfaces: Sequence[str], cases: Sequence[str] = (), model: str = ""
 ) -> list[Error]:
     """This rank's errors of layers in the cases of these names, or of models. Collective."""
     if model:

@@ -14,6 +14,7 @@ from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
     step_statistics,
 )
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
 ALONE = SingleProcess()
@@ -163,10 +164,11 @@ def test_a_trainer_finetunes_before_it_evaluates_and_writes(tmp_path: Any) -> No
 class _Scoped(chainer.Chain):
     """Reads its own report, and calls two of its links in evaluation."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Any = ALONE) -> None:
         super().__init__()
         with self.init_scope():
-            self.bn, self.frozen, self.local = shared(), shared(), plain()
+            self.bn, self.frozen = shared(communicator), shared(communicator)
+            self.local = plain()
 
     def forward(self, x: Any) -> Any:
         seen: dict[str, float] = {}
@@ -183,6 +185,16 @@ def test_a_forward_pass_may_read_its_reports_and_call_links_in_evaluation() -> N
     assert_population(model.bn, batches())
     assert [link.N for link in (model.bn, model.frozen, model.local)] == [3, 0, 0]
     np.testing.assert_array_equal(model.local.avg_mean, 0)
+
+
+def test_a_rank_without_data_left_repeats_no_call_in_evaluation() -> None:
+    def work(world: ThreadCommunicator) -> None:
+        model = _Scoped(world)
+        finetune(batches()[world.rank :], model, world)
+        assert_population(model.bn, [*batches(), *batches()[1:]])
+        assert [link.N for link in (model.bn, model.frozen)] == [3, 0]
+
+    run_ranks(2, work)
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -251,9 +251,11 @@ def test_names_replace_keys_and_prefixes_or_are_refused() -> None:
         ({"a/b": "a/c", "a/c": "a/c"}, "'a/c/W' becomes 'a/c.weight', as 'a/b/W' does"),
         ({"a/b/W": ""}, "'a/b/W' becomes ''"),
         ({"a": None}, "holds nothing to convert"),
+        ({"a": 3}, r"`names` must give each name a str or None: got \{'a': 3\}"),
+        (["a"], r"`names` must give each name a str or None: got \['a'\]"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            chainer_to_torch(arrays, names=wrong)
+            chainer_to_torch(arrays, names=wrong)  # type: ignore[arg-type]
 
 
 def test_a_counter_that_is_named_is_carried() -> None:

@@ -15,6 +15,7 @@ from multibn import message
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import lines as _lines
 from multibn.communicators.conversation import Conversation
+from multibn.communicators.watch import PATIENCE
 from tests.communicators import conformance
 from tests.communicators.transports import standin_cupy
 from tests.harness.runs import on, only
@@ -272,6 +273,15 @@ def check_a_destroyed_group_is_named(world: Communicator) -> None:
         communicator.allreduce(np.ones(1))
 
 
+@only("torchrun", sizes=(2,))
+def check_a_rank_that_is_late_for_the_first_message_is_waited_for(world: Communicator) -> None:
+    """For longer than it takes the other rank to leave a notice."""
+    communicator = fresh(world)
+    if world.rank == 1:
+        time.sleep(PATIENCE + 0.2)
+    assert communicator.allreduce(np.ones(1)) == world.size
+
+
 @only("torchrun", sizes=(2, 3, 4))
 def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
     """By ranks that wait for a message: at once, and not after a deadline."""
@@ -285,7 +295,7 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
     else:
         said = _said(communicator, np.ones(1), world)
         # Ranks that have no connection with rank 1 hear of the failure of those that have.
-        assert "for rank(s) [1], whose program ended before it came there: rank 1 (mach" in said
+        assert "for rank(s) [1], which ended or left the group before: rank 1 (mach" in said
 
 
 @only("torchrun", sizes=(2, 3, 4))

@@ -248,6 +248,17 @@ def check_ranks_in_different_groups_are_named_before_a_deadline(world: Communica
     raise AssertionError(said)
 
 
+@only("torchrun", sizes=(2,))
+def check_a_group_of_a_process_group_made_anew_is_new(world: Communicator) -> None:
+    import torch.distributed as dist
+
+    for _ in range(2):
+        of_torch = dist.new_group([0, 1])
+        for spec in ("machine", 2, [0, 1]):  # each is all of the parent
+            assert Group(of_torch, spec).allreduce(np.ones(1)) == 2
+        dist.destroy_process_group(of_torch)
+
+
 @only("torchrun", last=True)
 def check_layers_go_on_in_a_process_group_made_anew(world: Communicator) -> None:
     """The check exchanges the default process group under the world."""

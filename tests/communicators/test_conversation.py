@@ -102,6 +102,19 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
     assert error.endswith(" on rank 0. Correct this method.")
 
 
+def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None:
+    """Where one rank alone comes into another phase, its message is as long as the others'."""
+
+    def work(world: ThreadCommunicator) -> None:
+        own = SimpleNamespace(rank=world.rank, size=2, allreduce=world.allreduce, split=None)
+        layer = Conversation(own, lambda: "bn")
+        for dtype in ("float32", "float32", "float64" if world.rank else "float32"):
+            layer.during("forward", np.dtype(dtype)).allreduce(np.ones(LENGTH))
+
+    for error in _errors(2, work):
+        assert "rank(s) [1] in bn (forward, float64, call 1)" in str(error)
+
+
 def test_unlike_layers_are_named_later(ones: Any) -> None:
     """On a GPU some messages later: by then a message has long arrived in host memory."""
 

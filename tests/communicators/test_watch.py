@@ -145,8 +145,8 @@ def test_ranks_in_different_places_are_named_at_once(capfd: pytest.CaptureFixtur
         pytest.param(
             lambda watch: watch.leave(None),
             ConnectionError,
-            r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], whose program ended before it "
-            r"came there: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a "
+            r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], which ended or left the group "
+            r"before: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a "
             r"\(forward\)\. All ranks must take the same number of steps; see `join` for data of "
             r"unequal length\.",
             id="it has left",
@@ -230,6 +230,29 @@ def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None
             r"last seen [^;]*\. The transport says: the process of rank 2 has ended",
             error,
         )
+
+
+@pytest.mark.parametrize(
+    "notice, said",
+    [
+        (None, r"waits in a \(forward\) for rank\(s\) \[1\], which ended or left the group before"),
+        (
+            Notice("failed", 0, "", "its program has ended by KeyError"),
+            "rank 1 has failed: its prog",
+        ),
+    ],
+)
+def test_a_rank_that_a_transport_has_seen_to_leave_may_have_said_why(
+    notice: Notice | None, said: str
+) -> None:
+    notices = {} if notice is None else {1: notice}
+
+    def wait(world: ThreadCommunicator) -> str:
+        watch = _introduced(world, notices)
+        broken = _broken(RankLostError(1, has_left=True))
+        return "" if world.rank else str(_says(watch.wait, broken, "a", "a (forward)"))
+
+    assert re.search(said, run_ranks(2, wait)[0])
 
 
 def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:

@@ -298,6 +298,6 @@ def test_a_progress_bar_is_shown_on_request(framework: Any, capsys: Any, monkeyp
     assert "3/3" in shown
     framework.run(batches(), framework.layer())
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.modules["multibn._progress"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["multibn.engine.precise"], "find_spec", lambda name: None)
     framework.run(batches(), framework.layer(), progress=True)
     assert "no progress bar, run pip install tqdm" in capsys.readouterr().err

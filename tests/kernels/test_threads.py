@@ -64,6 +64,17 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...]) -> None:
             assert_same_bits(found, right[n % len(inputs)])
 
 
+def test_the_core_computes_in_a_process_without_torch() -> None:
+    code = """
+import sys, numpy as np
+from multibn.kernels import Input, generic, host
+generic.begin_forward = None
+x = np.ones((3, 2))
+print(host.begin_forward(Input(x, None, None, 0.0, (0,)), 1.0, 3.0)[0], "torch" in sys.modules)
+"""
+    assert launch.printed("-c", code) == "1.0 False\n"
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_threads_work_after_a_fork() -> None:
     code = """

@@ -59,6 +59,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launches
 
 
+@pytest.mark.parametrize("weight_is_tensor", [False, True])
+@pytest.mark.parametrize("count_is_tensor", [False, True])
+def test_a_key_of_a_launch_says_which_numbers_are_tensors(
+    weight_is_tensor: bool, count_is_tensor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was compiled for tensors would read a number as an address."""
+    keys: list[Any] = []
+    monkeypatch.setattr(cuda, "launch", lambda *launch: keys.append(launch[-2]))
+    numbers = (
+        number(4.0) if is_tensor else 4.0 for is_tensor in (weight_is_tensor, count_is_tensor)
+    )
+    cuda.begin_forward(Input(wide(4, 3), None, None, 1.0, (0,)), *numbers)
+    assert keys[-1][:3] == ("merge_moments", weight_is_tensor, count_is_tensor)
+
+
 def plan_of(x: Any) -> Any:
     return cuda._plan_of(x.shape, x.stride(), x.dtype, AXIS, x.device)
 

@@ -23,8 +23,14 @@ from tests.helpers.fvcore import get_bn_modules, update_bn_stats  # noqa: E402
 @pytest.mark.parametrize("eps", [-5.0, -0.5, 0.0, float("nan"), float("inf")])
 def test_eps_that_is_not_positive_is_refused(eps: float) -> None:
     """Nothing but eps keeps a constant channel finite."""
-    converted = SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3, eps=eps), None)
-    for call in (lambda: SyncBatchNorm(3, eps=eps), lambda: converted(torch.ones(4, 3))):
+    convert = SyncBatchNorm.convert_sync_batchnorm
+    later = SyncBatchNorm(3)
+    later.eps = eps
+    for call in (
+        lambda: SyncBatchNorm(3, eps=eps),
+        lambda: convert(nn.BatchNorm1d(3, eps=eps)),
+        lambda: later(torch.ones(4, 3)),
+    ):
         with pytest.raises(ValueError, match=rf"`eps` must be in \[1\.18e-38, inf\): got {eps}"):
             call()
 

@@ -50,17 +50,16 @@ class EngineLine:
         here = flat[: _ROOM if a.dtype == np.float64 else 0]
         first[:2] = kind, kind * kind
         first[2:] = 0.0
-        if here.size:
-            first[2 : 2 + here.size] = here
+        first[2 : 2 + here.size] = here
         yield self._start(first)
         while not message.all_equal(first[0], first[1], self._size):
             yield never
-        if here.size:
-            here[:] = first[2 : 2 + here.size]
+        here[:] = first[2 : 2 + here.size]
         if here.size < flat.size:
             rest = flat[here.size :]
             parts = rest.view(rest.real.dtype) if np.iscomplexobj(rest) else rest
-            sent = parts if parts.dtype.name in _SUMMABLE else parts.astype(np.int64)
+            is_summable = parts.dtype.name in _SUMMABLE
+            sent = parts if is_summable else parts.astype(np.int64, casting="same_kind")
             yield self._start(sent)
             if sent is not parts:
                 parts[:] = sent.astype(parts.dtype)

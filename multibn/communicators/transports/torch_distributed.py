@@ -185,7 +185,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 class _Transport(Transport):
-    """The processes of one group: shared memory, a gloo group of multibn's own, or the group itself."""
+    """Of one group: shared memory, a gloo group of multibn's own, or the group itself."""
 
     most_bytes = SMALL
 

@@ -119,6 +119,9 @@ static void spread(const Work *w, const Pass *p, int num, int64_t a, int64_t b, 
     }
 }
 
+/* A true byte may be any but 0. */
+static int all_zero(const uint8_t *mask, int64_t n) { return !mask[0] && !memcmp(mask, mask + 1, n - 1); }
+
 /* The mask of the sample n's planes, or of the columns of some samples and channels; NULL if all elements count. */
 static const uint8_t *mask_of(const Pass *p, const Work *w, int64_t n, int64_t samples, int64_t channels)
 {
@@ -267,7 +270,7 @@ static int add_sums(const Pass *p)
                 samples = at_most(w.samples, end - n);
                 r.planes = samples * row;
                 r.rows = n + 4 * samples <= end && r.planes >= LONG ? 4 : 1; /* fewer columns are copied */
-                if (p->mask && !memchr(p->mask + n * S, 1, r.rows * samples * S))
+                if (p->mask && all_zero(p->mask + n * S, r.rows * samples * S))
                     continue;
                 r.stride = l->widen ? w.size : samples * C * S;
                 r.next = l->widen ? 0 : n + r.rows * samples < p->n1 ? r.rows * r.stride : row - (n - p->n0) * C * S;

@@ -18,7 +18,7 @@ from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel, functional
 from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.sub_batch_norm import Part
-from multibn.torch_backend.layer.synchronized import ALONE, Synchronized
+from multibn.torch_backend.layer.synchronized import ALONE, Synchronized, check_arguments
 from multibn.torch_backend.train.micro_batches import step_statistics
 
 # Names that a class may define and still behave like the layer that it derives from.
@@ -162,6 +162,9 @@ def _by_parts(layer: SyncBatchNorm, *args: Any, **options: Any) -> Any:
     if not layer.training or isinstance(x, fx.Proxy):
         return forward(*args, **options)
     functional.check_input(x, None)
+    mask = options.get("mask")
+    if isinstance(mask, Tensor) and not hasattr(layer, "own_forward"):
+        options["mask"] = mask[(None,) * (x.ndim - 1 - mask.ndim)]
     # Two elements per channel and part, if the batch has them: the last of an epoch may be small.
     n = max(1, min(layer._num_splits, len(x), x.numel() // x.shape[1] // 2))
     sizes = [(len(x) + k) // n for k in reversed(range(n))]
@@ -189,6 +192,7 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
         if why := _cannot_convert(part):
             obstacles[path] = f"{_name(part)}: {why}"
         elif isinstance(part, _BatchNorm):
+            check_arguments(part.num_features, part.eps, part.momentum)
             layers.append(part)
     message = ""
     if obstacles:

@@ -113,7 +113,7 @@ class _OwnForward(_Derived):
                 "torch.nn.functional.batch_norm with the layer's running_mean. Call "
                 "revert_sync_batchnorm, then convert the parts of the model without this layer."
             )
-        if not (self._shares or torch.compiler.is_compiling()):
+        if sharing.reached and not (self._shares or torch.compiler.is_compiling()):
             self._shares = True
         return y
 

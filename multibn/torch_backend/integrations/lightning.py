@@ -11,14 +11,9 @@ from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
 from multibn._typing import check_int
-from multibn.communicators import CommunicatorLike, as_communicator
+from multibn.communicators import CommunicatorLike
+from multibn.torch_backend import precise_bn
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm, revert_sync_batchnorm
-from multibn.torch_backend.precise_bn import (
-    Estimator,
-    check_arguments,
-    second_reader,
-    update_bn_stats,
-)
 
 
 class MultiBNLayerSync(LayerSync):
@@ -45,8 +40,7 @@ class MultiBNLayerSync(LayerSync):
     def __init__(self, process_group: CommunicatorLike = None, **options: Any) -> None:
         convert_sync_batchnorm(nn.BatchNorm1d(1), process_group, **options)  # refuses wrong ones
         self.options = options
-        # With None, an nn.SyncBatchNorm keeps its own group.
-        self.process_group = None if process_group is None else as_communicator(process_group)
+        self.process_group = process_group
 
     def apply(self, model: nn.Module) -> nn.Module:
         return convert_sync_batchnorm(model, self.process_group, **self.options)
@@ -90,10 +84,10 @@ class PreciseBN(Callback):
         num_samples: int | None = None,
         every_n_epochs: int = 1,
         *,
-        estimator: Estimator = "population",
+        estimator: precise_bn.Estimator = "population",
         forward_fn: Callable[[Any, Any], object] | None = None,
     ) -> None:
-        check_arguments(num_samples, None, estimator)
+        precise_bn.check_arguments(num_samples, None, estimator)
         check_int("every_n_epochs", every_n_epochs)
         self.every_n_epochs = every_n_epochs
         self.options: Any = {"num_samples": num_samples, "estimator": estimator}
@@ -113,10 +107,10 @@ class PreciseBN(Callback):
         """Run precise batch norm now. Collective."""
 
         def batches() -> Any:
-            for batch in second_reader(trainer.train_dataloader):
+            for batch in precise_bn.second_reader(trainer.train_dataloader):
                 batch = trainer.precision_plugin.convert_input(batch)
-                batch = pl_module.on_before_batch_transfer(batch, 0)
+                batch = pl_module._on_before_batch_transfer(batch)  # or the data module's
                 yield trainer.strategy.batch_to_device(batch)
 
         with trainer.precision_plugin.train_step_context():
-            update_bn_stats(pl_module, batches(), **self.options)
+            precise_bn.update_bn_stats(pl_module, batches(), **self.options)

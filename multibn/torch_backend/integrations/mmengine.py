@@ -20,13 +20,7 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseModel, MMSeparateDistributedDataParallel, is_model_wrapper
 from mmengine.optim import OptimWrapper
 from mmengine.runner import IterBasedTrainLoop
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils import data
 
 from multibn._typing import check_choice, check_int
 from multibn.registry import HOOKS, MODELS
@@ -37,7 +31,7 @@ MODELS.register_module(module=SyncBatchNorm)
 
 # Each loop over such a sampler begins anew. Others, such as InfiniteSampler, may share a generator
 # between loops, and the end of a second loop would end the training's.
-_RESTARTING = DefaultSampler, DistributedSampler, RandomSampler, SequentialSampler
+_RESTARTING = DefaultSampler, data.DistributedSampler, data.RandomSampler, data.SequentialSampler
 
 
 @HOOKS.register_module()
@@ -152,7 +146,7 @@ def _batch_size(loader: Any) -> int | None:
 def _stream(runner: Any) -> Any:
     """IterBasedTrainLoop's endless iterator, if a loop beside it could end it, else None."""
     loader: Any = runner.train_dataloader
-    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    if type(batches) is BatchSampler and isinstance(batches.sampler, _RESTARTING):
+    batches = loader.batch_sampler if isinstance(loader, data.DataLoader) else None
+    if type(batches) is data.BatchSampler and isinstance(batches.sampler, _RESTARTING):
         return None
     return getattr(runner.train_loop, "dataloader_iterator", None)

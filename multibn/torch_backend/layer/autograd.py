@@ -139,6 +139,8 @@ def _differentiable_backward(
             with torch.no_grad():
                 g = g._replace(y=kernels.select(i.x).normalize(i, g.batch))
         dy = generic.residual_gradient(g)
+        if not any(needed[:3]):
+            return [None, None, None, dy]
         # Views, which are new tensors: if `x` depends on a parameter (a layer used twice), autograd
         # would otherwise differentiate through `x` too, which the outer graph does.
         views: Any = [None if t is None else t.view_as(t) for t in (i.x, i.weight, i.bias)]

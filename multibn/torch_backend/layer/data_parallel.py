@@ -19,14 +19,9 @@ from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.base import identity
 from multibn.communicators.conversation import Conversation
 
-# Private parts of DDP, the same in torch 2.6 to 2.13. If one is missing, DDP stays as it is.
-_PRIVATE = (
-    "_assign_modules_buffers",
-    "_has_rebuilt_buckets",
-    "modules_buffers",
-    "parameters_to_ignore",
-    "will_sync_module_buffers",
-)
+# Private parts of DDP, the same in torch 2.10 to 2.13. If one is missing, DDP stays as it is.
+_PRIVATE = ["_assign_modules_buffers", "_has_rebuilt_buckets"]
+_PRIVATE += ["parameters_to_ignore", "will_sync_module_buffers"]
 
 _meetings: WeakKeyDictionary[nn.Module, Communicator] = WeakKeyDictionary()
 

@@ -190,6 +190,11 @@ def forward(
     return result
 
 
+def makes_a_program() -> bool:
+    """Whether torch.export or torch.jit.trace writes the operations down."""
+    return torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None
+
+
 def all_but_channels(x: Any, /) -> tuple[int, ...]:
     """The axes of an input `(N, C, *spatial)` that a layer reduces; `x` need not be a tensor."""
     return 0, *range(2, getattr(x, "ndim", 2))
@@ -199,13 +204,18 @@ def normalize_by_running(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     /,
     *,
     eps: float,
 ) -> Tensor:
-    """Normalize `x` by running statistics, whose axes are those of `x` from 1. Not collective."""
+    """Normalize `x` by running statistics, whose axes are those of `x` from 1. Not collective.
+
+    Without them, by the statistics of this process's batch, as torch computes them.
+    """
+    if running_mean is None or running_var is None:
+        return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
     if dtensors.among((x, weight, running_mean)):
         function = partial(normalize_by_running, eps=eps)
         return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)

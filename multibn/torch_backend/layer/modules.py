@@ -181,11 +181,15 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         by_batch = self.training or mean is None or var is None
         if by_batch and not self.training:
             conversation = self.alone(input)
+            # A program can hold torch's own batch norm.
+            by_batch = not (mask is lengths is None and functional.makes_a_program())
         where = compiled.mask_of(input, mask, lengths, self.num_features, conversation)
         if by_batch:
             i = self._as_input(input, residual, where)
             return compiled.forward(i, self.num_features, conversation, weighting=self.weighting)[0]
         functional.check_input(input, self.num_features)
+        if residual is not None:
+            functional.check_options(self._as_input(input, residual))
         x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
         y = functional.normalize_by_running(x, self.weight, self.bias, mean, var, eps=self.eps)
         y = y if residual is None else y + residual

@@ -9,15 +9,10 @@ from typing import Any
 
 from multibn._typing import check_int
 from multibn.communicators import CommunicatorLike, Group, as_communicator
-from multibn.torch_backend.layer.modules import (
-    SyncBatchNorm,
-    SyncBatchNorm1d,
-    SyncBatchNorm2d,
-    SyncBatchNorm3d,
-)
+from multibn.torch_backend.layer import modules
 
 
-class _NaiveSyncBatchNorm(SyncBatchNorm):
+class _NaiveSyncBatchNorm(modules.SyncBatchNorm):
     def __init__(
         self,
         num_sync_devices: int | None = None,
@@ -57,7 +52,7 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
         return 1
 
 
-class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
+class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, modules.SyncBatchNorm1d):
     """Batch normalization of `(N, C)` or `(N, C, L)` over groups of ranks inside a machine.
 
     A `SyncBatchNorm` with the constructor of PySlowFast's layer and, as that layer, an
@@ -105,7 +100,7 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
     """
 
 
-class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, SyncBatchNorm2d):
+class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, modules.SyncBatchNorm2d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d.
 
     Examples
@@ -119,7 +114,7 @@ class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, SyncBatchNorm2d):
     """
 
 
-class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
+class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, modules.SyncBatchNorm3d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d.
 
     Examples

@@ -1,6 +1,7 @@
 """The base of layers that share statistics: ranks, options, a name, buffers that a step moves."""
 
 import weakref
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,11 +88,14 @@ class Synchronized(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "conversation": self.process_group}
+        own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
+        return {**(own or self.__dict__), "conversation": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
+        if "_num_splits" in self.__dict__:  # `convert_sub_batchnorm` has bound the original
+            self.__dict__["forward"] = partial(self.__dict__["forward"].func, self)
 
 
 def check_arguments(num_features: object, eps: object, momentum: object) -> None:

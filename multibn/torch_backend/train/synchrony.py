@@ -158,7 +158,8 @@ def average_gradients(
     ----------
     parameters
         The model, or `model.parameters()`. Parameters that need no gradient are left out. A missing
-        gradient counts as zeros, and becomes zeros if no rank used the parameter.
+        gradient counts as zeros, and becomes zeros if no rank used the parameter. A sparse one
+        becomes dense.
     process_group
         The ranks that train together, as in `check_sync`. For `model.parameters()`, which do not
         tell the layers, the default is torch's default process group.
@@ -167,8 +168,6 @@ def average_gradients(
     ------
     ValueError
         For `process_group` as `check_sync`; for an iterator without a parameter left.
-    TypeError
-        If a gradient is sparse.
 
     Examples
     --------
@@ -196,16 +195,11 @@ def average_gradients(
     communicator = participants(model, process_group)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for p in parameters:
-        if p.grad is not None and p.grad.layout != torch.strided:
-            raise TypeError(
-                f"gradients must be dense: got layout {p.grad.layout} for a parameter of shape "
-                f"{tuple(p.shape)}. Create the embedding with sparse=False."
-            )
         if p.requires_grad:
             alike[p.dtype, p.device].append(p)
     for group in alike.values():
         gradients = _flatten_dense_tensors(
-            [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+            [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
         )
         # Divided before the sum, which may overflow in 16 bits.
         mean = communicator.allreduce(gradients / communicator.size)

@@ -105,6 +105,15 @@ def test_after_a_failure_alone_the_group_is_kept_for_ever(failed: bool) -> None:
     assert references == [failed - 1] * 2  # that of `side` is gone
 
 
+def test_numbers_that_gloo_does_not_sum_are_refused() -> None:
+    def work(side: Side, rank: int) -> None:
+        done = _opened(side, 0).begin(np.array([0.5], np.longdouble))
+        with pytest.raises(TypeError, match=r"Cannot cast array data from dtype..float128"):
+            done(SECONDS)
+
+    _on_ranks(2, work)
+
+
 def test_a_connection_that_fails_is_an_error() -> None:
     side = Side(dist.HashStore(), 2, 2)  # a rank that cannot be
     with pytest.raises(RuntimeError, match="no connection over gloo: "):

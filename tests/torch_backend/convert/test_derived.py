@@ -1,6 +1,8 @@
 """Converted layers of classes with a forward pass of their own."""
 
 import copy
+import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -176,6 +178,28 @@ def test_statistics_that_are_not_torchs_are_refused() -> None:
         model(_input(4))
     assert not model[0].num_batches_tracked
     model.eval()(_input(4))
+
+
+class Locked(nn.BatchNorm1d):
+    """Holds what cannot be copied, and makes another one in the copy."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+def test_a_class_keeps_what_it_says_of_its_copies() -> None:
+    layer = convert_sync_batchnorm(Locked(3))
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.lock is not layer.lock
+        torch.testing.assert_close(other(_input(4)), layer(_input(4)))
 
 
 def test_a_wrong_dimension_on_one_rank_is_heard_on_all() -> None:

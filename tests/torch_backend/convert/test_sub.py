@@ -113,6 +113,23 @@ def test_masked_elements_have_no_part() -> None:
         assert relative_error(got.movedim(1, 2)[where], want) < 1e-12
 
 
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1)])
+def test_a_mask_may_broadcast(shape: tuple[int, ...]) -> None:
+    layer: Any = convert_sub_batchnorm(nn.BatchNorm1d(3, affine=False).double(), 3)
+    x, mask = torch.randn(6, 3, 6).double(), torch.tensor([1, 0, 1, 1, 0, 1]).bool().view(shape)
+    y = layer(x, mask=mask)
+    torch.testing.assert_close(y, layer(x, mask=mask.expand(6, 6)))
+
+
+def test_a_shallow_copy_is_a_layer_of_its_own() -> None:
+    layer: Any = convert_sub_batchnorm(nn.BatchNorm1d(3), 2)
+    x = torch.randn(4, 3)
+    other = copy.copy(layer).eval()
+    torch.testing.assert_close(other(x), x / (1 + 1e-5) ** 0.5)
+    assert layer.training
+    assert not layer.num_batches_tracked
+
+
 class Listed(nn.BatchNorm1d):
     def forward(self, xs: Any) -> list[Tensor]:  # type: ignore[override]
         return [super().forward(x) for x in xs]

@@ -166,6 +166,14 @@ def test_a_trace_in_evaluation_gives_the_same_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:Converting a tensor to a Python")
+def test_programs_can_hold_layers_without_running_statistics_in_evaluation() -> None:
+    net = convert_sync_batchnorm(nn.BatchNorm2d(3, track_running_stats=False)).eval()
+    exported = torch.export.export(net, (X,)).module()
+    for same in (exported, torch.jit.trace(net, (X,))):
+        torch.testing.assert_close(same(2 * X), net(2 * X))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:Converting a tensor to a Python")
 def test_trace_in_training_names_the_cure() -> None:
     """fvcore's FlopCountAnalysis and torch.onnx.export(dynamo=False) trace, too."""
     net = model()

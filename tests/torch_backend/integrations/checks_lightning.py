@@ -89,7 +89,9 @@ def _fit(world: Communicator, loader: Any, *callbacks: Any, **options: Any) -> N
                 **options,
             }
         )
-        trainer.fit(net, loader, _loader(shuffle=False, num_workers=0))
+        loaders = (loader, _loader(shuffle=False, num_workers=0))
+        is_module = isinstance(loader, pl.LightningDataModule)
+        trainer.fit(net, *loaders[: 1 if is_module else 2])
     return net
 
 
@@ -115,6 +117,25 @@ def check_torchs_layer_keeps_its_own_group(world: Communicator) -> None:
     layer = nn.SyncBatchNorm(3, process_group=alone)
     assert MultiBNLayerSync().apply(layer).process_group.size == 1
     assert MultiBNLayerSync().revert(layer).process_group is alone
+
+
+class Doubled(pl.LightningDataModule):
+    """Its own hook takes the place of the network's."""
+
+    def train_dataloader(self) -> Any:
+        return _loader()
+
+    def val_dataloader(self) -> Any:
+        return _loader(shuffle=False)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 1]
+
+
+def check_precise_bn_sees_the_batches_of_a_data_module(world: Communicator) -> None:
+    net = _fit(world, Doubled(), PreciseBN(), max_epochs=1)
+    mean = (_data().double() + 1).mean(0).float()
+    np.testing.assert_allclose(net.bn.running_mean, mean, rtol=1e-6)  # type: ignore[arg-type]
 
 
 def check_precise_bn_runs_before_validation_and_checkpoints(world: Communicator) -> None:

@@ -48,6 +48,14 @@ def test_sizes_may_change_without_compiling_again() -> None:
     )
 
 
+def test_the_elements_of_one_channel_are_counted() -> None:
+    layers = [SyncBatchNorm(1, running_var="unbiased_local") for _ in "ab"]
+    x = torch.tensor([[1.0], [3.0]])
+    torch.compile(layers[0], fullgraph=True, backend="aot_eager")(x)
+    layers[1](x)
+    torch.testing.assert_close(*(layer.running_var for layer in layers))
+
+
 def test_a_residual_that_would_be_broadcast_is_refused() -> None:
     layer = SyncBatchNorm(3, fuse_relu=True, process_group=SingleProcess())
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -252,3 +252,12 @@ def test_a_residual_that_does_not_fit_is_an_error_on_all(
         error,
         message,
     )
+    with pytest.raises(error, match=message):
+        SyncBatchNorm(3).eval()(x, residual)
+
+
+def test_a_residual_alone_may_need_second_derivatives() -> None:
+    x, residual = torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)
+    y = SyncBatchNorm(3, affine=False, fuse_relu=True)(x, residual)
+    (gradient,) = torch.autograd.grad(y.sum(), residual, create_graph=True)
+    torch.testing.assert_close(gradient, (y > 0).float())

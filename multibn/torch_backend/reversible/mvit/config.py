@@ -29,7 +29,7 @@ _NORMS: dict[Any, NormFactory] = {
     "sync_batchnorm": lambda dim, role: SyncBatchNorm(dim),
 }
 
-_FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(?P<width>[\d.]+))?(_(?P<drop>[\d.]+))?")
+_FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(\d+(?:\.\d+)?))?(_(\d+(?:\.\d+)?))?")
 
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
 # Keys that become no option, with the one value that they may have, and SlowFast's default.
@@ -284,8 +284,8 @@ class RevMViTConfig:
                 stacklevel=2,
             )
         read = {name: values[key] for key, name in keys.items() if key in values}
-        if "in_channels" in read:  # a list with one number per pathway; this model has one pathway
-            read["in_channels"] = read["in_channels"][0]
+        if isinstance(channels := read.get("in_channels"), Sequence):  # a number for each pathway
+            read["in_channels"] = channels[0]
         return cls(**(read | options))
 
 
@@ -394,7 +394,7 @@ def parse_fusion(name: str, mode: str) -> tuple[float, float] | None:
             f"`{name}` must be 'add', 'avg', 'max', 'min', 'concat' or "
             f"'[ln+]concat_linear[_WIDTH[_DROPOUT]]': got {mode!r}."
         )
-    return float(numbers["width"] or 1), float(numbers["drop"] or 0)
+    return float(numbers[3] or 1), float(numbers[5] or 0)
 
 
 def _as_tuple(value: Any) -> Any:

@@ -154,6 +154,7 @@ def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
             {"respath_fuse": "concat_linear_a"},
             r"`respath_fuse` must be 'add', .*: got 'concat_linear_a'",
         ),
+        ({"pre_q_fusion": "concat_linear_1.2.3"}, "must be 'add', .*: got 'concat_linear_1.2.3'"),
         ({"patch_kernel": (3, 7, 7)}, r"`patch_kernel` must hold 2 numbers with patch_2d=True"),
     ],
 )
@@ -179,3 +180,9 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def test_configs_that_do_not_fit_are_refused(cfg: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RevMViT.from_config(cfg)
+
+
+def test_input_channels_are_a_number_or_a_list_of_one_for_each_pathway() -> None:
+    for channels in (4, [4], [4, 2]):
+        cfg = {**tree(), "DATA": {"INPUT_CHANNEL_NUM": channels}}
+        assert RevMViTConfig.from_slowfast(cfg).in_channels == 4
