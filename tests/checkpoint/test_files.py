@@ -188,6 +188,14 @@ def test_archives_that_would_fill_the_memory_are_refused(
     refused(tmp_path / "a.pt", "declares 4000000 bytes")
 
 
+def test_a_large_file_may_hold_a_hundred_times_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 1)
+    np.savez(tmp_path / "a.npz", W=np.ones((2, 2)))
+    assert list(convert(tmp_path / "a.npz", tmp_path / "a.pt").state) == ["weight"]
+
+
 def test_a_shape_that_the_data_do_not_have_is_refused(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(4, "f4"))

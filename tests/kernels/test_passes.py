@@ -146,10 +146,10 @@ def test_views_of_any_strides_give_the_exact_numbers(
 
 @pytest.mark.parametrize("shape", [(6, 5, 4), (64, 8, 3)])
 def test_a_true_byte_of_a_mask_may_be_any(kernels: Any, shape: tuple[int, ...]) -> None:
-    one, mask = layer(shape, of=np.asarray)[0], mask_of("random", shape)
+    one, mask = layer(shape, of=as_torch)[0], mask_of("random", shape)
     other = np.where(mask, np.uint8(254), np.uint8(0)).view(bool)
     payloads = [
-        exact(kernels.begin_forward(one._replace(mask=m), 1.0, float(mask.sum())))
+        exact(kernels.begin_forward(one._replace(mask=as_torch(m)), 1.0, float(mask.sum())))
         for m in (mask, other)
     ]
     np.testing.assert_array_equal(*payloads)
