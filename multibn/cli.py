@@ -84,14 +84,10 @@ def _convert(args: argparse.Namespace) -> int:
     names = json.loads(args.names.read_text(encoding="utf-8")) if args.names else None
     verb = "replaced" if args.dst.exists() else "wrote"
     converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
-    wrapper = textwrap.TextWrapper(
-        shutil.get_terminal_size().columns,
-        subsequent_indent="  ",
-        break_long_words=False,  # nor paths
-        break_on_hyphens=False,
-    )
+    width = shutil.get_terminal_size().columns
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # as paths must be
     for note in converted.notes:
-        print(wrapper.fill(f"note: {note}"))
+        print(textwrap.fill(f"note: {note}", width, subsequent_indent="  ", **whole))
     print(f"{verb} {args.dst}: {len(converted.state)} arrays")
     return 0
 

@@ -208,9 +208,8 @@ class Phase(Forwarding):
         A group that sums on GPUs alone does so on that of `like`.
         """
         layer = self.wrapped
-        communicator: Any = (
-            layer.wrapped if layer.forwarding is None else layer.forwarding.resolve()
-        )
+        known = layer.forwarding
+        communicator: Any = layer.wrapped if known is None else known.resolve()
         if (
             communicator is self._communicator
             and n == self._num_numbers

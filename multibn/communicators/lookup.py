@@ -56,7 +56,6 @@ _WRAPPERS = {
     "torch": ("torch_distributed", "TorchDistributed"),
 }
 
-
 _Spec: TypeAlias = str | int | tuple[int, ...]
 _ALONE = SingleProcess()
 

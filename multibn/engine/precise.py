@@ -140,12 +140,12 @@ def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
 @contextmanager
 def _progress(show: bool, description: str, total: int | None) -> Iterator[Callable[[], object]]:
     """A function to call after each batch; a bar only if it is to `show`."""
-    if not show or find_spec("tqdm") is None:
-        if show:
-            print(f"{description}: no progress bar, run pip install tqdm for one", file=sys.stderr)
-        yield lambda: None
-        return
-    from tqdm import tqdm
+    if show and find_spec("tqdm") is not None:
+        from tqdm import tqdm
 
-    with tqdm(total=total, desc=description, unit="batch") as bar:
-        yield bar.update
+        with tqdm(total=total, desc=description, unit="batch") as bar:
+            yield bar.update
+        return
+    if show:
+        print(f"{description}: no progress bar, run pip install tqdm for one", file=sys.stderr)
+    yield lambda: None

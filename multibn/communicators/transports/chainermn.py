@@ -1,10 +1,10 @@
 """Communicator over one of ChainerMN's, with its rules for the communication backend."""
 
-from typing import Any
+from typing import Any, Literal
 
 from array_api_compat import is_cupy_array
 
-from multibn._typing import Array
+from multibn._typing import Array, check_choice
 from multibn.communicators.transports.mpi import MPI
 
 
@@ -61,11 +61,7 @@ class ChainerMN(MPI):
 
 def select_backend(comm_type: type, communication_backend: str) -> str:
     """`"mpi"` or `"nccl"`, by ChainerMN's rules."""
-    if communication_backend not in ("mpi", "nccl", "auto"):
-        raise ValueError(
-            "`communication_backend` must be 'mpi', 'nccl' or 'auto': "
-            f"got {communication_backend!r}."
-        )
+    check_choice("communication_backend", communication_backend, Literal["mpi", "nccl", "auto"])
     is_nccl = any(cls.__name__ == "PureNcclCommunicator" for cls in comm_type.__mro__)
     if communication_backend == "nccl" and not is_nccl:
         raise ValueError(
@@ -73,9 +69,8 @@ def select_backend(comm_type: type, communication_backend: str) -> str:
             f"got {comm_type.__qualname__}. Pass 'mpi' or 'auto', or create the communicator as "
             "chainermn.create_communicator('pure_nccl')."
         )
-    if communication_backend == "auto":
-        return "nccl" if is_nccl else "mpi"
-    return communication_backend
+    by_kind = "nccl" if is_nccl else "mpi"
+    return by_kind if communication_backend == "auto" else communication_backend
 
 
 def sum_by_nccl(comm: Any, x: Array, /) -> Array:

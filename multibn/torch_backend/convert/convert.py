@@ -259,13 +259,11 @@ _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register t
 def _cannot_convert(layer: nn.Module) -> str | None:
     """The reason why `layer` cannot be synchronized, or None: it can, or has nothing to share."""
     if not isinstance(layer, _BatchNorm):
-        buffers = layer._buffers
         # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
-        if isinstance(layer, _NormBase) or "weight" in buffers:
-            return None
-        if "running_var" in buffers:  # alone in timm's EvoNorm2dB0
-            return "it is not of torch's batch norm class"
-        return None
+        never_shares = isinstance(layer, _NormBase) or "weight" in layer._buffers
+        has_statistics = "running_var" in layer._buffers  # alone in timm's EvoNorm2dB0
+        shares = has_statistics and not never_shares
+        return "it is not of torch's batch norm class" if shares else None
     if _has_own_forward(layer):
         return "its forward pass was set on the instance. Convert the model before"
     if isinstance(layer, SyncBatchNorm):

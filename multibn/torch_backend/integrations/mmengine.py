@@ -99,9 +99,8 @@ class PreciseBNHook(Hook):
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         options = _options(runner)
         wrapper = runner.optim_wrapper
-        precision = (
-            wrapper.optim_context(model) if isinstance(wrapper, OptimWrapper) else nullcontext()
-        )
+        has_precision = isinstance(wrapper, OptimWrapper)
+        precision = wrapper.optim_context(model) if has_precision else nullcontext()
 
         def forward(model: Any, batch: Any) -> None:
             if preprocess := getattr(model, "data_preprocessor", None):

@@ -255,6 +255,7 @@ class _Passes:
             dy = generic.rectified(g.dy, g.y)
             g = g._replace(dy=dy, input=g.input._replace(relu=False), y=None)
         i = g.input
+        _compare_again()
         dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
             g.dy, *i[:8], *g.batch, g.needs_dx, id(communicator)
         )
@@ -269,13 +270,31 @@ def _once(function: Callable[..., Any], *arguments: Any) -> Any:
     torch marks all operations of a checkpoint to be repeated in the backward pass, and cannot
     repeat effects.
     """
-    mode: Any = get_proxy_mode()
-    nodes: Any = () if mode is None else mode.tracer.graph.nodes  # written down so far
-    before = len(nodes)
+    before = len(_nodes())
     results = function(*arguments)
-    for node in list(nodes)[before:]:
+    for node in list(_nodes())[before:]:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return results
+
+
+def _compare_again() -> None:
+    """Let the ReLUs since the message before compare in the backward pass, on a CPU.
+
+    The compiler would compare in the forward pass, and keep Booleans in the place of numbers, which
+    inductor's code for a CPU writes and reads one by one.
+    """
+    for node in reversed(_nodes()):
+        if "multibn" in str(node.args[1:2]):  # the message
+            return
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.dtype is torch.bool and value.is_cpu:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _nodes() -> Any:
+    """The operations that the compiler has written down so far."""
+    mode: Any = get_proxy_mode()
+    return () if mode is None else mode.tracer.graph.nodes
 
 
 @operator(

@@ -190,11 +190,6 @@ def forward(
     return result
 
 
-def makes_a_program() -> bool:
-    """Whether torch.export or torch.jit.trace writes the operations down."""
-    return torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None
-
-
 def all_but_channels(x: Any, /) -> tuple[int, ...]:
     """The axes of an input `(N, C, *spatial)` that a layer reduces; `x` need not be a tensor."""
     return 0, *range(2, getattr(x, "ndim", 2))

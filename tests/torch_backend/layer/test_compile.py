@@ -13,6 +13,10 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._decomp import core_aten_decompositions  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
+from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
 from torch._inductor.utils import run_and_get_code  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -144,6 +148,31 @@ def test_a_checkpoint_in_compiled_code_communicates_once() -> None:
     y.square().sum().backward()
     assert counting.take() == [2 * 4]
     assert bn.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("fuse_relu", [False, True])
+def test_relus_save_no_booleans(fuse_relu: bool) -> None:
+    """Inductor's code writes and reads them one by one: half of a block's step on a CPU."""
+    saved: list[torch.dtype] = []
+
+    def compile_forward(graph: Any, _: Any) -> Any:
+        outputs = graph.graph.output_node().args[0]
+        saved.extend(node.meta["val"].dtype for node in outputs if node is not None)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=compile_forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=core_aten_decompositions(),
+    )
+    conv = nn.Conv2d(4, 4, 1)
+    layer = SyncBatchNorm(4, process_group=SingleProcess(), fuse_relu=fuse_relu)
+    block = torch.compile(lambda x: (layer(conv(x)) + x).relu(), fullgraph=True, backend=backend)
+    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+    block(x).sum().backward()
+    assert torch.float32 in saved
+    assert torch.bool not in saved
 
 
 def test_compiled_code_keeps_its_digits_at_a_high_mean() -> None:
