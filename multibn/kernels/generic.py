@@ -364,10 +364,9 @@ def _before_relu(g: Gradient) -> Gradient:
 
 def _like(summed: Array, x: Array) -> Array:
     """A sum in the library of `x`, in memory that is not a line's."""
-    if type(summed) is not np.ndarray:
-        return summed
     xp = array_namespace(x)  # torch's asarray would take the default device, which may be a GPU
-    return getattr(xp, "from_numpy", xp.asarray)(summed.copy())
+    of_host = getattr(xp, "from_numpy", xp.asarray)
+    return of_host(summed.copy()) if type(summed) is np.ndarray else summed
 
 
 def _written(payload: Array, out: Any) -> Array:

@@ -89,4 +89,4 @@ def test_optimizers_take_equal_steps(name: str) -> None:
         theirs.update()
         ours.step()
     for own, its in zip(parameters, (link.W, link.b), strict=True):
-        np.testing.assert_allclose(own.detach(), its.array, rtol=1e-5)
+        np.testing.assert_allclose(own.detach(), its.array, rtol=1e-5, atol=1e-6)

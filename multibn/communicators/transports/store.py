@@ -99,11 +99,12 @@ class _Messenger:
     def ask(self, task: Callable[[], object], *, must: bool = False) -> None:
         """Run `task` and wait a little for its end. While another waits, only if it `must`."""
         with self._changed:
-            if self._unanswered and not must:
+            is_silent = self._unanswered > 0
+            if is_silent and not must:
                 return
             self._unanswered += 1
             self._tasks.put(task)
-            seconds = _SURE_ANSWER if must else _ANSWER
+            seconds = _SURE_ANSWER if must and not is_silent else _ANSWER
             self._changed.wait_for(lambda: not self._unanswered, seconds)
 
     def finish(self) -> None:
