@@ -123,7 +123,7 @@ def test_bad_arguments_are_refused() -> None:
         ({"dtype": "i"}, TypeError, "`dtype` must be a real floating-point dtype: got 'i'"),
         ({"initial_beta": np.ones(7)}, ValueError, "broadcast"),
         ({"communication_backend": "nccl"}, ValueError, "needs ChainerMN's pure_nccl comm"),
-        ({"communication_backend": "ib"}, ValueError, "must be one of 'mpi', 'nccl', 'auto': got 'ib'"),
+        ({"communication_backend": "ib"}, ValueError, "one of 'mpi', 'nccl', 'auto': got 'ib'"),
     ]
     for options, kind, message in cases:
         with pytest.raises(kind, match=message):

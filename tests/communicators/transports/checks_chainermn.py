@@ -91,7 +91,7 @@ def check_pickles_find_one_communicator(world: Communicator) -> None:
 
 
 def check_a_backend_that_does_not_fit_is_refused(world: Communicator) -> None:
-    for backend, message in (("nccl", "pure_nccl"), ("smoke signals", "one of 'mpi', 'nccl', 'auto'")):
+    for backend, message in (("nccl", "pure_nccl"), ("smoke", "one of 'mpi', 'nccl', 'auto'")):
         with pytest.raises(ValueError, match=message):
             MultiNodeBatchNormalization(3, naive(), communication_backend=backend)
     for backend in ("mpi", "auto"):
