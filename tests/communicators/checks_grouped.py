@@ -269,7 +269,8 @@ def check_layers_go_on_in_a_process_group_made_anew(world: Communicator) -> None
     x = _tensor((world.rank, 7), (2, C, 4, 4)).float()
     results = [layer(x)]
     members, expected = [_members(world, layer.process_group)], [list(_mates(world, k))]
-    unused = SyncBatchNorm(3)
+    unused, of_world = SyncBatchNorm(3), Group(dist.group.WORLD, k)
+    assert of_world.allreduce(np.ones(1)) == k
     for number in (size - 1 - rank, rank):  # the ranks in reverse, and as they were
         dist.destroy_process_group()
         after = SyncBatchNorm(3)
@@ -279,6 +280,7 @@ def check_layers_go_on_in_a_process_group_made_anew(world: Communicator) -> None
         dist.init_process_group("gloo", store=store, rank=number, world_size=size)
         results.append(layer(x))
         members.append(_members(world, layer.process_group))
+        assert of_world.allreduce(np.ones(1)) == k
         expected.append(list(_mates(world, k)))
     assert members == expected
     for again in results[1:]:

@@ -34,8 +34,8 @@ def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) 
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert default.size == 1
-    monkeypatch.setenv("PMI_SIZE", "4")
-    with pytest.warns(UserWarning, match=r"the launcher started 4 \(PMI_SIZE=4\).*SingleProcess"):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"the launcher started 2 \(PMI_SIZE=2\).*SingleProcess"):
         assert default.size == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
