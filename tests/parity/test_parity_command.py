@@ -58,5 +58,6 @@ def test_a_misspelt_pair_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["parity", "--model", "tests.helpers.models:pear"]) == 2
     said = capsys.readouterr()
     error = "AttributeError: module 'tests.helpers.models' has no attribute 'pear'"
+    assert said.err.startswith("launch 1 of 1, after ")
     assert error in said.err
     assert f"failed: {error}" in said.out

@@ -180,6 +180,17 @@ def test_statistics_that_are_not_torchs_are_refused() -> None:
     model.eval()(_input(4))
 
 
+class WithoutEps(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, training=self.training)
+
+
+def test_what_a_class_leaves_out_has_torchs_defaults() -> None:
+    layer, x = convert_sync_batchnorm(WithoutEps(3)), _input(4).float()
+    torch.testing.assert_close(layer(x), WithoutEps(3)(x))
+
+
 class Locked(nn.BatchNorm1d):
     """Holds what cannot be copied, and makes another one in the copy."""
 
