@@ -208,8 +208,8 @@ class Phase(Forwarding):
         A group that sums on GPUs alone does so on that of `like`.
         """
         layer = self.wrapped
-        known = layer.forwarding
-        communicator: Any = layer.wrapped if known is None else known.resolve()
+        forwarding = layer.forwarding
+        communicator: Any = layer.wrapped if forwarding is None else forwarding.resolve()
         if (
             communicator is self._communicator
             and n == self._num_numbers

@@ -64,7 +64,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_key_of_a_launch_says_which_numbers_are_tensors(
     weight_is_tensor: bool, count_is_tensor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was compiled for tensors would read a number as an address."""
+    """A launcher that was compiled for tensors would read a number as an address."""
     keys: list[Any] = []
     monkeypatch.setattr(cuda, "launch", lambda *launch: keys.append(launch[-2]))
     numbers = (

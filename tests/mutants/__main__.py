@@ -102,7 +102,7 @@ class Tests:
             return "equivalent", ""
         of = self.of(mutant.path)
         tests = set[str]().union(*(of.get(n, ()) for n in mutant.lines or of))
-        # Those of the same room come first; of few tests, all of these before any other.
+        # Tests of the same room come first; where few tests run the line, these.
         own = {test for test in tests if test.startswith(f"tests/{mutant.path.split('/')[1]}/")}
         if 0 < len(tests) < FEW:
             own, tests = tests, tests.union(*of.values())
