@@ -116,8 +116,9 @@ def test_a_link_without_a_size_is_refused() -> None:
 def test_a_model_without_batch_norms_is_only_copied() -> None:
     """And says so: the model may have links of ChainerMN's own."""
     link = L.Linear(2, 2)
-    with pytest.warns(UserWarning, match="`link` has no L.BatchNormalization: nothing is conv"):
+    with pytest.warns(UserWarning, match="`link` has no L.BatchNormalization: nothing") as caught:
         converted = create_mnbn_model(link, ALONE)
+    assert caught[0].filename == __file__
     assert type(converted) is L.Linear
     assert converted.W is not link.W
     with pytest.raises(TypeError, match="a communicator must be None"):

@@ -175,8 +175,9 @@ def check_a_layer_that_only_some_ranks_use_is_updated(world: Communicator) -> No
         if world.rank == world.size - 1:
             m["one"](x.float())
 
-    with pytest.warns(UserWarning, match=r"layer\(s\) none saw no data on any rank"):
+    with pytest.warns(UserWarning, match=r"layer\(s\) none saw no data on any rank") as caught:
         _precise(model, _loader(world.rank), world, forward_fn=forward)
+    assert caught[0].filename == __file__
     x = np.concatenate(_batches(world.size - 1))
     np.testing.assert_allclose(model["one"].running_mean, x.mean(0), rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
     assert torch.equal(model["none"].running_var, torch.ones(C))  # type: ignore[arg-type]

@@ -209,8 +209,9 @@ def test_layers_that_are_frozen_or_untracked_are_left_alone() -> None:
 def test_a_model_without_layers_to_update_is_warned_of() -> None:
     for model in (nn.Linear(2, 2), Net().eval()):
         before = state(model)
-        with pytest.warns(UserWarning, match="no batch norm layer in training mode with running"):
+        with pytest.warns(UserWarning, match="no batch norm layer in training mode") as caught:
             precise(model, batches())
+        assert caught[0].filename == __file__
         assert_same(state(model), before)
 
 
@@ -248,9 +249,12 @@ def test_limits_hold_and_short_loaders_are_named(
             yield {"label": 3, "image": [x]}
 
     layer = nn.BatchNorm2d(3)
-    expected = pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext()
-    with expected:
+    expected: Any = contextlib.nullcontext()
+    if message:
+        expected = pytest.warns(UserWarning, match=message)
+    with expected as caught:
         precise(layer, loader(), forward_fn=lambda m, b: m(b["image"][0]), **limits)
+    assert caught is None or caught[0].filename == __file__
     assert len(given) == used  # nothing is loaded that is not used
     np.testing.assert_allclose(kept(layer)[0], rows(data[:used]).mean(1), rtol=1e-5)
 
