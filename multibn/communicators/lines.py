@@ -208,7 +208,10 @@ def seconds_of_offers(num_ranks: int = 1) -> float:
     # torchrun's name, Open MPI's, that of MPICH and Intel MPI.
     names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     num_ranks = max(num_ranks, *(int(os.environ.get(name, "1")) for name in names))
-    return 2e-4 if num_ranks > len(os.sched_getaffinity(0)) else 0.1
+    # Linux alone says on which cores a process may run.
+    can_tell = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+    return 2e-4 if num_ranks > num_cores else 0.1
 
 
 def after_fork(function: Callable[[], object]) -> None:

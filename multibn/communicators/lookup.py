@@ -200,8 +200,8 @@ class Group(Forwarding):
         `Group(Group(None, "machine"), 4)` are 4 consecutive ranks inside a machine.
     spec
         `"machine"` for the ranks on the same machine; an int k for k consecutive ranks, where k
-        must divide the number of `parent`'s ranks; or a list of `parent`'s ranks, in the order that
-        they have in the group.
+        must divide the number of `parent`'s ranks; or a list of `parent`'s ranks, in any order: as
+        in torch, the group has them in that of `parent`.
 
     Raises
     ------
@@ -297,7 +297,7 @@ def _checked(spec: Any) -> _Spec:
             raise ValueError(
                 f"a list of ranks must name 1 or more, none below 0 and none twice: got {spec}."
             )
-        return tuple(spec)
+        return tuple(sorted(spec))
     raise TypeError(
         "a group must be 'machine', a number of consecutive ranks or a list of ranks: "
         f"got {spec!r} of type {type(spec).__qualname__}."
@@ -319,7 +319,7 @@ def _consecutive(parent: Communicator, k: int) -> Communicator:
 
 def _listed(parent: Communicator, ranks: tuple[int, ...]) -> dict[_Spec, Communicator | None]:
     rank, size = parent.rank, parent.size
-    if max(ranks) >= size:
+    if ranks[-1] >= size:
         raise ValueError(
             f"a list of ranks must name ranks below {size}, the number of ranks in {parent!r}: "
             f"got {list(ranks)} on rank {rank}."
@@ -336,7 +336,7 @@ def _listed(parent: Communicator, ranks: tuple[int, ...]) -> dict[_Spec, Communi
         )
     groups: dict[_Spec, Communicator | None] = dict.fromkeys((*filter(None, lists), ranks))
     if rank in ranks:
-        groups[ranks] = parent.split(min(ranks), ranks.index(rank))
+        groups[ranks] = parent.split(ranks[0], rank)
     else:
         parent.split(size)  # no list has this color; the ranks in lists wait for all of `parent`
     return groups

@@ -3,10 +3,13 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 # Waits so many seconds at most, and says whether the collective is done.
 Done: TypeAlias = Callable[[float], bool]
+
+_offer_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 def poll(
@@ -30,7 +33,7 @@ def poll(
             return False
         waited = now - (begun or start)
         if waited < offers:
-            os.sched_yield()
+            _offer_core()
         else:
             time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
     return True

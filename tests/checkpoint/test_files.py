@@ -170,7 +170,10 @@ def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "a.pt")
     data = bytearray(path.read_bytes())
     entry = max(i for i in range(len(data)) if data[i:].startswith(b"PK\x01\x02"))
-    data[entry + 38] |= 0x10  # attributes of MS-DOS
+    data[entry + 38] |= 0x21  # attributes of MS-DOS: read-only, and of a file
+    path.write_bytes(data)
+    assert files.read(path, "").keys() == tensors().keys()
+    data[entry + 38] |= 0x10
     path.write_bytes(data)
     refused(path, DAMAGED)
 

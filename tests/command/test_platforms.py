@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from multibn._launch import environment
+from multibn._launch import environment, launch_command, run
 from tests.helpers import require
 
 pytestmark = pytest.mark.launches
@@ -21,8 +21,8 @@ import builtins, io, os, select, signal, socket, sys
 import torch, torch.distributed, torch.distributed.tensor
 
 LACKING = {
-    os: "fork forkpty register_at_fork memfd_create eventfd pidfd_open sched_getaffinity killpg "
-    "getuid geteuid",
+    os: "fork forkpty register_at_fork memfd_create eventfd pidfd_open killpg getuid geteuid "
+    "sched_getaffinity sched_yield",
     select: "poll epoll",
     socket: "AF_UNIX",
     signal: "SIGKILL SIGSTOP SIGCONT",
@@ -54,11 +54,15 @@ from multibn.torch import average_gradients, check_sync, convert_sync_batchnorm
 
 assert not os.path.exists("/proc/self/stat")
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if size > 1:
+over = None
+if store == "mpi":
+    from mpi4py.MPI import COMM_WORLD as over
+    rank, size = over.rank, over.size
+elif size > 1:
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
 torch.manual_seed(0)
 x = torch.randn(8, 3).double()
-model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double())
+model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), over)
 for _ in range(3):
     model.zero_grad()
     model(x[rank::size]).square().mean().backward()
@@ -66,14 +70,21 @@ for _ in range(3):
 check_sync(model)
 numbers = model[0].running_var.tolist() + model[1].weight.grad[0].tolist()
 print(json.dumps([numbers, info.collect()]))
-if size > 1:
+if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
 
 
-def _train(size: int, folder: Path) -> tuple[list[float], dict[str, dict[str, str]]]:
+def _train(
+    size: int, folder: Path, over: str = "gloo"
+) -> tuple[list[float], dict[str, dict[str, str]]]:
     script, store = folder / "program.py", folder / "store"
     script.write_text(TAKEN_AWAY + PROGRAM)
+    if over == "mpi":
+        ran = run(launch_command("mpiexec", size, [str(script), "0", "0", "mpi"]), timeout=120)
+        assert ran.returncode == 0, ran.stdout
+        numbers, facts = json.loads(ran.stdout.splitlines()[-1])
+        return numbers, facts
     # No forks, which have imported multibn on the whole system.
     ranks = [
         subprocess.Popen(
@@ -94,10 +105,22 @@ def _train(size: int, folder: Path) -> tuple[list[float], dict[str, dict[str, st
     return numbers, facts
 
 
-def test_two_processes_train_like_one_on_a_bare_system(tmp_path: Path) -> None:
-    require.need("torch", "torchrun")
-    alone, facts = _train(1, tmp_path)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    require.need("torch")
+    numbers, facts = _train(1, tmp_path_factory.mktemp("alone"))
     assert "C core is missing" in facts["kernels"]["host"]
     assert "no shared memory, needs Linux" in facts["messages"]["torchrun"]
-    shared, _ = _train(2, tmp_path)
-    assert shared == pytest.approx(alone, rel=1e-12)
+    return numbers
+
+
+def test_two_processes_train_like_one_on_a_bare_system(alone: list[float], tmp_path: Path) -> None:
+    require.need("torchrun")
+    assert _train(2, tmp_path)[0] == pytest.approx(alone, rel=1e-12)
+
+
+def test_two_processes_over_mpi_train_like_one_on_a_bare_system(
+    alone: list[float], tmp_path: Path
+) -> None:
+    require.need("mpiexec")
+    assert _train(2, tmp_path, over="mpi")[0] == pytest.approx(alone, rel=1e-12)

@@ -118,8 +118,8 @@ def test_a_word_a_number_or_a_list_names_a_group() -> None:
     cases: list[tuple[CommunicatorLike, str]] = [
         ("machine", "Group(DefaultCommunicator(), 'machine')"),
         (3, "Group(DefaultCommunicator(), 3)"),
-        ([1, 0], "Group(DefaultCommunicator(), [1, 0])"),
-        ((1, 0), "Group(DefaultCommunicator(), [1, 0])"),
+        ([1, 0], "Group(DefaultCommunicator(), [0, 1])"),
+        ((0, 1), "Group(DefaultCommunicator(), [0, 1])"),
         (Group(SingleProcess(), 1), "Group(SingleProcess(), 1)"),
     ]
     for obj, text in cases:
@@ -191,10 +191,10 @@ def test_the_list_of_another_machine_is_refused_once_and_again() -> None:
         return said
 
     zero, one, two = run_ranks(3, work)
-    assert zero == ["rank 1 of 2"] * 3
-    assert two == ["rank 0 of 2"] * 3
+    assert zero == ["rank 0 of 2"] * 3
+    assert two == ["rank 1 of 2"] * 3
     assert one[0].startswith("this process, rank 1 of 3, is not in the list of ranks: got Group(")
-    assert one[0].endswith("[2, 0]). Give each process a group that it belongs to.")
+    assert one[0].endswith("[0, 2]). Give each process a group that it belongs to.")
     assert one == one[:1] * 3
     assert splits == [1, 1, 1]
 

@@ -91,6 +91,8 @@ def test_statistics_of_all_ranks_and_of_one_are_seen(
         for layer, xs in zip(seen, (parts, hidden), strict=True):
             assert_statistics(layer.batch, np.concatenate(xs))
             assert_statistics(layer.own, xs[rank])
+            own = layer.own
+            assert float(own.element_weight) == (1 / float(own.count) if len(xs[rank]) else 0)
 
 
 def test_splits_are_seen_apart() -> None:

@@ -80,7 +80,7 @@ def _changes(node: Any, source: str, starts: list[int]) -> Iterator[tuple[str, i
         yield kind, *at(node), str(not value if isinstance(value, bool) else value + 1)
     elif isinstance(node, ast.Call) and len(node.args) > 1:
         (a, b), (c, d) = map(at, node.args[:2])
-        if "*" not in (source[a], source[c]):
+        if "*" not in (source[a], source[c]) and source[a:b] != source[c:d]:
             yield kind, a, d, source[c:d] + source[b:c] + source[a:b]
     elif isinstance(node, ast.Raise | ast.AugAssign | ast.Delete) or (
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)

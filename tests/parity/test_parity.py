@@ -127,13 +127,16 @@ def test_a_shape_that_differs_is_an_infinite_error() -> None:
 def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
     """With the names of the case and of the quantity that failed."""
     case = max((case.name for case in cases.CASES), key=len)
-    errors = [Error(np.inf, np.inf, 1e-6, "running_mean", case, "chainer")]
+    surfaces = "numpy", "torch", "chainer"
+    errors = [Error(np.inf, np.inf, 1e-6, "running_mean", case, each) for each in surfaces]
     monkeypatch.setattr(command, "missing", lambda surface, over: "")
     monkeypatch.setattr(command, "run_workers", lambda *_, **__: [errors])
-    command.launch("chainermn naive", 16, ["chainer"])
+    monkeypatch.setattr(command, "LAUNCHERS", {"chainermn naive": "mpiexec"})
+    assert cli.main(["parity", "--ranks", "16", "--cases", case]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].split()[-4:] == ["inf", "running_mean,", case, "BROKEN"]
+    assert lines[0].split(":")[0] == "over, ranks         surface error quantity, case"
+    assert lines[1].split()[-4:] == ["inf", "running_mean,", case, "BROKEN"]
 
 
 def test_a_case_of_recomputation_runs_each_step_again(monkeypatch: Any) -> None:
