@@ -209,9 +209,8 @@ def seconds_of_offers(num_ranks: int = 1) -> float:
     names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     num_ranks = max(num_ranks, *(int(os.environ.get(name, "1")) for name in names))
     # Linux alone says on which cores a process may run.
-    can_tell = hasattr(os, "sched_getaffinity")
-    num_cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
-    return 2e-4 if num_ranks > num_cores else 0.1
+    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    return 2e-4 if num_ranks > len(cores) else 0.1
 
 
 def after_fork(function: Callable[[], object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 # Waits so many seconds at most, and says whether the collective is done.
 Done: TypeAlias = Callable[[float], bool]
 
-_offer_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
+_offer_core = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 def poll(

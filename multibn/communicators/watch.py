@@ -10,10 +10,9 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
@@ -235,7 +234,8 @@ class Watch:
         self._check_for_end(text, notices)
         elsewhere = {r: n for r, n in notices.items() if n.place != place}
         if elsewhere:
-            others = "; ".join(f"rank {r} is in {n.text}" for r, n in _first(elsewhere.items()))
+            named = list(elsewhere.items())[:_NAMED]
+            others = "; ".join(f"rank {r} is in {n.text}" for r, n in named)
             self._fail(
                 RuntimeError,
                 f"the ranks are in different places: rank {self.rank} is in {text}; {others}. "
@@ -347,7 +347,7 @@ class Watch:
         return "; ".join(
             f"rank {r} (machine {self._peers[r].machine.split()[0]}, pid {self._peers[r].pid}) "
             f"{how or self._state(r)}, {seen}"
-            for r in _first(ranks)
+            for r in ranks[:_NAMED]
         )
 
     def _state(self, rank: int) -> str:
@@ -362,17 +362,9 @@ class Watch:
         return {"T": "is stopped", "": "has ended"}.get(process_state(pid), "is running")
 
 
-_T = TypeVar("_T")
-
-
-def _first(items: Iterable[_T]) -> list[_T]:
-    """As many as an error names."""
-    return list(islice(items, _NAMED))
-
-
 def _some(ranks: list[int]) -> str:
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"{_first(ranks)}{more}"
+    return f"{ranks[:_NAMED]}{more}"
 
 
 _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
