@@ -428,7 +428,7 @@ class TestTensors:
 
         same = [
             lambda a: a.to(memory_format=torch.channels_last),
-            lambda a: torch.nn.Parameter(a).detach(),
+            lambda a: torch.nn.Parameter(a, requires_grad=False),
             lambda a: torch._neg_view(-a),
             lambda a: torch.ones(()).expand(a.shape),  # what `y.sum().backward()` hands on
         ]

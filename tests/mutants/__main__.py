@@ -28,6 +28,9 @@ SECONDS = 30.0, 100.0  # of tests that a mutant meets at first, and in all
 CHECKS, LAUNCHES = 60.0, 4  # on ranks, at most
 FEW = 20  # tests that run a line; those of a cached function may all read what one has computed
 LIMIT = 900.0  # seconds for a run of pytest, on a busy machine
+# A process in which Triton reads at its import that it interprets.
+INTERPRETED = ["-m", "pytest", "-x", "-q"]
+INTERPRETED += [f"tests/kernels/triton_{name}.py" for name in ("steps", "passes")]
 ENDS = ["killed", "survived", "never run", "equivalent", "not built"]
 
 
@@ -103,7 +106,8 @@ class Tests:
         of = self.of(mutant.path)
         tests = set[str]().union(*(of.get(n, ()) for n in mutant.lines or of))
         # Tests of the same room come first; where few tests run the line, these.
-        own = {test for test in tests if test.startswith(f"tests/{mutant.path.split('/')[1]}/")}
+        own_room = mutant.path.split("/")[1]
+        own = {test for test in tests if test.startswith(f"tests/{own_room}/")}
         if 0 < len(tests) < FEW:
             own, tests = tests, tests.union(*of.values())
         if not tests:
@@ -123,6 +127,8 @@ class Tests:
                 if status:
                     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", text, re.M)
                     return "killed", failed[1] if failed else f"exit status {status}"
+            if own_room == "kernels" and _run(tree, *INTERPRETED, TRITON_INTERPRET="1")[0]:
+                return "killed", "Triton's interpreter"
         return "survived", f"{len(inside)} tests, {len(checks)} checks on ranks"
 
 
