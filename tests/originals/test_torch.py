@@ -20,21 +20,6 @@ from multibn.torch_backend import (  # noqa: E402
 from tests.helpers.fvcore import get_bn_modules, update_bn_stats  # noqa: E402
 
 
-@pytest.mark.parametrize("eps", [-5.0, -0.5, 0.0, float("nan"), float("inf")])
-def test_eps_that_is_not_positive_is_refused(eps: float) -> None:
-    """Nothing but eps keeps a constant channel finite."""
-    convert = SyncBatchNorm.convert_sync_batchnorm
-    later = SyncBatchNorm(3)
-    later.eps = eps
-    for call in (
-        lambda: SyncBatchNorm(3, eps=eps),
-        lambda: convert(nn.BatchNorm1d(3, eps=eps)),
-        lambda: later(torch.ones(4, 3)),
-    ):
-        with pytest.raises(ValueError, match=rf"`eps` must be in \[1\.18e-38, inf\): got {eps}"):
-            call()
-
-
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_parameter_of_another_length_is_refused(name: str, length: int) -> None:

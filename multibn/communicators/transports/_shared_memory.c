@@ -50,9 +50,9 @@ static int is_open(gate *g, uint32_t goal) {
     return reached(__atomic_load_n(&g->arrived, __ATOMIC_ACQUIRE), goal);
 }
 
-/* Returns when woken, by a signal, or after so many seconds. */
+/* Returns when woken, by a signal, or after so many seconds, less than one. */
 static void nap(gate *g, uint32_t goal, double seconds) {
-    struct timespec t = {(time_t)seconds, (long)(1e9 * (seconds - (double)(time_t)seconds))};
+    struct timespec t = {0, (long)(1e9 * seconds)};
     /* Sequentially consistent, as in `arrive`: a rank that comes last sees that this one sleeps,
        or this one sees that the last has come. */
     __atomic_add_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);

@@ -261,3 +261,18 @@ def test_a_residual_alone_may_need_second_derivatives() -> None:
     y = SyncBatchNorm(3, affine=False, fuse_relu=True)(x, residual)
     (gradient,) = torch.autograd.grad(y.sum(), residual, create_graph=True)
     torch.testing.assert_close(gradient, (y > 0).float())
+
+
+@pytest.mark.parametrize("eps", [-5.0, -0.5, 0.0, float("nan"), float("inf")])
+def test_eps_that_is_not_positive_is_refused(eps: float) -> None:
+    """Nothing but eps keeps a constant channel finite."""
+    convert = SyncBatchNorm.convert_sync_batchnorm
+    later = SyncBatchNorm(3)
+    later.eps = eps
+    for call in (
+        lambda: SyncBatchNorm(3, eps=eps),
+        lambda: convert(nn.BatchNorm1d(3, eps=eps)),
+        lambda: later(torch.ones(4, 3)),
+    ):
+        with pytest.raises(ValueError, match=rf"`eps` must be in \[1\.18e-38, inf\): got {eps}"):
+            call()
