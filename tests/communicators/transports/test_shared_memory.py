@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators.lines import HostArray
+from multibn.communicators.lines import HostArray, seconds_of_offers
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machine
 from multibn.communicators.waits import in_turn
@@ -292,6 +292,22 @@ def test_the_last_to_arrive_wakes_those_who_sleep(gate: HostArray) -> None:
         assert core.wait(at, goal, 10.0, 0.0)
         late[-1] += time.monotonic()
     assert np.median(late) < 0.02, late
+
+
+@pytest.mark.parametrize("can_tell", [True, False])
+def test_cores_are_offered_for_long_where_there_are_enough(
+    can_tell: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the process, or of the machine where the system does not tell."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5})
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    if not can_tell:
+        monkeypatch.delattr(os, "sched_getaffinity")
+    cores = 3 if can_tell else 4
+    assert seconds_of_offers(cores) == 0.1
+    assert seconds_of_offers(cores + 1) == 2e-4
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "5")
+    assert seconds_of_offers() == 2e-4
 
 
 def test_arguments_of_the_extension_are_checked(gate: HostArray) -> None:

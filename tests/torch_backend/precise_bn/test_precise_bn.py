@@ -271,6 +271,9 @@ def test_a_refused_input_is_an_error_on_all_ranks_that_changes_nothing() -> None
                 assert_same(state(layer), before)
 
         errors_of_rank_0(call, ValueError, "must have 3 channels")
+    for x in (torch.ones(2, 4), torch.ones(2, 4, 5)):  # torch's own layer says so itself
+        with pytest.raises(RuntimeError, match="should contain 4 elements not 3"):
+            precise(nn.BatchNorm1d(3), [x])
 
 
 def test_a_warning_that_is_an_error_still_updates() -> None:

@@ -130,6 +130,18 @@ def check_statistics_of_fewer_ranks_stay_in_the_broadcast(world: Communicator) -
     assert _broadcast(ddp) == {f"{layer}.{name}" for layer in layers for name in STATISTICS}
 
 
+def check_torchs_own_join_is_refused(world: Communicator) -> None:
+    """It would abort the process; an error on every rank, and the ranks go on in step."""
+    model = DistributedDataParallel(convert_sync_batchnorm(_Net()))
+    for options, message in (
+        ({}, r"over 2 ranks\. Use multibn\.torch_backend\.join, or join\("),
+        ({"throw_on_early_termination": True}, "exhausted"),
+    ):
+        with pytest.raises(RuntimeError, match=message), model.join(**options):
+            _train(model, world, num_steps=3 - world.rank)
+        assert float(world.allreduce(torch.ones(()))) == world.size
+
+
 def check_one_rank_may_evaluate(world: Communicator) -> None:
     """No broadcast is left for which the others would have to be there."""
     ddp = _train(DistributedDataParallel(convert_sync_batchnorm(_Net())), world)

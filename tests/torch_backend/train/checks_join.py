@@ -20,7 +20,7 @@ from multibn.torch_backend import (
     update_bn_stats,
 )
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
-from tests.harness.runs import on, only
+from tests.harness.runs import on
 from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 3, needs="torch")
@@ -133,25 +133,6 @@ def check_breaking_off_on_one_rank_is_an_error_on_all(world: Communicator) -> No
         _loop([x] * 3, world, break_off=guilty)
     assert _loop([x] * 3, world, break_off=True) == 1
     assert _loop([x], world, break_off=guilty) == 1
-
-
-@only("torchrun")
-def check_ddps_own_join_is_refused(world: Communicator) -> None:
-    """It would abort the process; an error on every rank, and the ranks go on in step."""
-    model = DistributedDataParallel(convert_sync_batchnorm(_network()))
-
-    def train(**options: bool) -> None:
-        with model.join(**options):
-            for batch in _batches(world.rank)[: 3 - world.rank % 2]:
-                model(batch["x"]).sum().backward()
-
-    for options, message in (
-        ({}, r"cannot be trained inside Distr"),
-        ({"throw_on_early_termination": True}, "exhausted"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            train(**options)
-        assert float(world.allreduce(torch.ones(()))) == world.size
 
 
 def check_the_largest_group_of_layers_takes_part(world: Communicator) -> None:
