@@ -152,7 +152,8 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
         if not isinstance(layer, SyncBatchNorm):
             derived.derive(layer).configure(ALONE)
         layer.process_group, layer._num_splits = ALONE, num_splits
-        layer.forward = partial(_by_parts, layer)
+        if not hasattr(layer, "own_forward"):  # whose calls of batch norm have the parts
+            layer.forward = partial(_by_parts, layer)
     return module
 
 
@@ -163,16 +164,22 @@ def _by_parts(layer: SyncBatchNorm, *args: Any, **options: Any) -> Any:
         return forward(*args, **options)
     functional.check_input(x, None)
     mask = options.get("mask")
-    if isinstance(mask, Tensor) and not hasattr(layer, "own_forward"):
-        options["mask"] = mask[(None,) * (x.ndim - 1 - mask.ndim)]
+    if isinstance(mask, Tensor):
+        mask = mask[(None,) * (x.ndim - 1 - mask.ndim)]
+        options["mask"] = mask.expand(len(x), *mask.shape[1:]) if len(mask) == 1 else mask
+    given = {"residual": (args[1:] or (None,))[0], **options}
+    for name, t in given.items():
+        if isinstance(t, Tensor) and t.shape[:1] != x.shape[:1]:
+            raise ValueError(
+                f"`{name}` must have as many samples as the input, {len(x)}: got shape "
+                f"{tuple(t.shape)}."
+            )
     # Two elements per channel and part, if the batch has them: the last of an epoch may be small.
-    n = max(1, min(layer._num_splits, len(x), x.numel() // x.shape[1] // 2))
-    sizes = [(len(x) + k) // n for k in reversed(range(n))]
+    sizes = derived.part_sizes(layer, x)
 
     def parts(t: Any) -> Sequence[Any]:
-        if not isinstance(t, Tensor) or t.shape[:1].numel() == 1:  # a mask for all samples
-            return [t] * n
-        return t.split(sizes)  # not tensor_split: a gradient of the whole size for each part
+        # Not tensor_split: a gradient of the whole size for each part.
+        return t.split(sizes) if isinstance(t, Tensor) else [t] * len(sizes)
 
     k, shares = len(args), zip(*map(parts, (*args, *options.values())), strict=True)
     with step_statistics(layer):

@@ -94,7 +94,7 @@ class Synchronized(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
-        if "_num_splits" in self.__dict__:  # `convert_sub_batchnorm` has bound the original
+        if "_num_splits" in self.__dict__ and "forward" in self.__dict__:  # of the original
             self.__dict__["forward"] = partial(self.__dict__["forward"].func, self)
 
 

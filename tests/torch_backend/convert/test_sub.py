@@ -130,9 +130,29 @@ def test_a_shallow_copy_is_a_layer_of_its_own() -> None:
     assert not layer.num_batches_tracked
 
 
-class Listed(nn.BatchNorm1d):
-    def forward(self, xs: Any) -> list[Tensor]:  # type: ignore[override]
-        return [super().forward(x) for x in xs]
+class Tokens(nn.BatchNorm1d):
+    """Of `(N, L, C)`, as transformers have them, in a list; with a table, and its mean."""
+
+    def forward(self, xs: Any, table: Tensor) -> Any:  # type: ignore[override]
+        (x,) = xs
+        return (super().forward(x.transpose(1, 2)).transpose(1, 2) @ table.T, table.mean())
+
+
+@pytest.mark.parametrize("shape, parts", [((6, 5, 3), 3), ((2, 1, 3), 1), ((6, 1, 3), 3)])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_class_splits_what_it_normalizes(
+    shape: tuple[int, ...], parts: int, momentum: float | None
+) -> None:
+    """And no other argument, though a table may have as many rows as the batch has samples."""
+    layer: Any = convert_sub_batchnorm(Tokens(3, momentum=momentum), 3).double()
+    plain = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
+    for _ in range(2):
+        x, table = torch.randn(shape).double(), torch.randn(6, 3).double()
+        y, mean = layer([x], table)
+        torch.testing.assert_close(y, expected(x.mT, parts).mT @ table.T)
+        assert mean == table.mean()
+        plain(x.mT)
+    torch.testing.assert_close([*layer.buffers()], [*plain.buffers()])
 
 
 def test_wrong_splits_groups_and_inputs_are_refused() -> None:
@@ -150,11 +170,15 @@ def test_wrong_splits_groups_and_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="must have 3 channels in dimension 1"):
         layer(torch.randn(4, 5, 2, 2))
     with pytest.raises(TypeError, match=r"the input must be a torch\.Tensor: got list"):
-        convert_sub_batchnorm(Listed(3), 2)([torch.ones(4, 3)])
+        layer([torch.ones(4, 3, 2, 2)])
     with pytest.raises(TypeError, match=r"`residual` must be a torch\.Tensor"):
         layer(torch.ones(4, 3, 2, 2), 3.0)
-    with pytest.raises(RuntimeError, match=r"sum exactly to 2 .*got split_sizes=\[2, 2\]"):
-        layer(torch.ones(4, 3, 2, 2), torch.ones(2, 3, 2, 2))
+    for n in (1, 2):
+        text = rf"must have as many samples as the input, 4: got shape \({n},"
+        with pytest.raises(ValueError, match=f"`residual` {text}"):
+            layer(torch.ones(4, 3, 2, 2), torch.ones(n, 3, 2, 2))
+        with pytest.raises(ValueError, match=f"`lengths` {text}"):
+            layer(torch.ones(4, 3, 2, 2), lengths=torch.ones(n, dtype=torch.int64))
     layer(torch.zeros(0, 3, 2, 2))
     assert not layer.num_batches_tracked
     with pytest.raises(ValueError, match="needs more than 1 value per channel"):
