@@ -15,9 +15,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from multibn._typing import check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
@@ -276,34 +277,78 @@ class _WatchedNorm:
                 Population(like) if is_population else _MeanOfVar(like, self.communicator)
             )
 
-    def watched(self, run: Pass) -> RemovableHandle:
+    @contextmanager
+    def watched(self, run: Pass) -> Iterator[None]:
         """Note each call in `run`, and add the inputs of torch's own layers."""
         is_shared = self.communicator.size > 1
-        is_own = isinstance(self.module, Synchronized)
+        plain = _BatchNorm.forward, nn.SyncBatchNorm.forward
+        is_own, own_forward = isinstance(self.module, Synchronized), self.module.forward
+        has_own = getattr(own_forward, "__func__", None) not in plain and not is_own
         # An empty batch needs no mask; a forward pass of a class's own may need its arguments.
         dropped = () if hasattr(self.module, "own_forward") else ("mask", "lengths")
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
-            if not is_own and self.estimator is not None:
-                try:
-                    functional.check_input(x, self.num_features)
-                except (TypeError, ValueError):
-                    return  # the layer will raise
-                with without_autocast(x):
-                    sums = self.estimator.sums_of(x.detach(), axis=functional.all_but_channels(x))
-                    self.estimator.add(sums)
+            if not (is_own or has_own):
+                self.add(x)
             if is_shared:
                 options = {k: v for k, v in kwargs.items() if k not in dropped}
                 run.repeat(_call_with_no_sample(module, x, args, options))
 
-        return self.module.register_forward_pre_hook(note, with_kwargs=True)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _Seeing(self) as seeing:
+                y = own_forward(*args, **kwargs)
+            if not seeing.has_seen:  # it computes by itself
+                self.add(input_of(args, kwargs))
+            return y
+
+        is_set = "forward" in vars(self.module)
+        with self.module.register_forward_pre_hook(note, with_kwargs=True):
+            if has_own:
+                self.module.forward = forward
+            try:
+                yield
+            finally:
+                if is_set:
+                    self.module.forward = own_forward
+                elif has_own:
+                    del self.module.forward
+
+    def add(self, x: Any) -> None:
+        """Add an input, unless the layer will refuse it."""
+        if self.estimator is None:
+            return
+        try:
+            functional.check_input(x, self.num_features)
+        except (TypeError, ValueError):
+            return
+        with without_autocast(x):
+            self.estimator.add(
+                self.estimator.sums_of(x.detach(), axis=functional.all_but_channels(x))
+            )
 
     def write(self, mean: Tensor, var: Tensor, /) -> None:
         """Write running statistics; all splits of a sub-batch norm get the same ones."""
         for norm in self.tracking:
             norm.running_mean.view(-1, self.num_features).copy_(mean)
             norm.running_var.view(-1, self.num_features).copy_(var)
+
+
+class _Seeing(TorchFunctionMode):
+    """In this context, a layer's calls of batch norm with its running mean tell their inputs."""
+
+    def __init__(self, layer: _WatchedNorm) -> None:
+        super().__init__()
+        self.layer, self.has_seen = layer, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(zip(("input", "running_mean"), args, strict=False), **kwargs or {})
+        if func is F.batch_norm and given.get("running_mean") is self.layer.module.running_mean:
+            self.layer.add(given["input"])
+            self.has_seen = True
+        return func(*args, **kwargs or {})
 
 
 def _call_with_no_sample(

@@ -86,7 +86,7 @@ def convert_sync_batchnorm(
         As `SyncBatchNorm`. TypeError if `module` is no module; if `strict` and a layer cannot be
         converted, or if there is none.
     RuntimeError
-        In the first training forward pass of a layer whose own forward pass does not call
+        In a training forward pass of a layer whose own forward pass does not call
         torch.nn.functional.batch_norm with its running mean: it computes statistics by itself.
 
     Warns

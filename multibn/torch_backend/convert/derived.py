@@ -101,15 +101,17 @@ class _OwnForward(_Derived):
         if not (self.training or has_dtensor):
             return self.converted_from.forward(self, *args, **kwargs)
         sharing = _Sharing(self)
+        x = next((a for a in arguments if isinstance(a, Tensor)), None)
         try:
             with sharing:
                 y = self.converted_from.forward(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
             if self.training and not sharing.reached:  # the other ranks will wait for this one
-                x = next((a for a in arguments if isinstance(a, Tensor)), None)
                 functional.refuse(error, x, self.num_features, self.conversation)
             raise
-        if self.training and not (sharing.reached or self._shares):
+        # Later, a class may return an empty batch as it is, or normalize alone where it is alone.
+        may_pass = self._shares and (self.conversation.size == 1 or (x is not None and not len(x)))
+        if self.training and not (sharing.reached or may_pass):
             raise RuntimeError(
                 f"`{self.conversation.name}`, a {self.converted_from.__qualname__}, cannot share "
                 "statistics: its forward pass in training did not call "

@@ -16,6 +16,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from multibn import SingleProcess  # noqa: E402
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
 
@@ -178,6 +179,28 @@ def test_statistics_that_are_not_torchs_are_refused() -> None:
         model(_input(4))
     assert not model[0].num_batches_tracked
     model.eval()(_input(4))
+
+
+class Sometimes(nn.BatchNorm1d):
+    """Normalizes large batches itself, as a batch renormalization does after its warm-up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if 0 < len(x) < 8 else x - x.mean(0) if len(x) else x
+
+
+def test_a_later_pass_of_its_own_by_statistics_of_one_rank_is_refused() -> None:
+    def train(communicator: Any) -> str:
+        layer = convert_sync_batchnorm(Sometimes(3), communicator)
+        layer(torch.randn(4, 3))
+        layer(torch.randn(0, 3))  # on all ranks
+        with pytest.raises(RuntimeError, match="cannot share statistics: its forward") as error:
+            layer(torch.randn(8, 3))
+        return str(error.value)
+
+    assert all("a Sometimes" in said for said in run_ranks(2, train))
+    alone: Any = convert_sync_batchnorm(Sometimes(3), SingleProcess())
+    alone(torch.randn(4, 3))
+    alone(torch.randn(8, 3))
 
 
 class WithoutEps(nn.BatchNorm1d):

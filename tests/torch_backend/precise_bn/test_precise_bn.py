@@ -162,19 +162,30 @@ class Doubled(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize(
-    "num_splits, estimator", [(0, "population"), (2, "population"), (0, "mean_of_var")]
+    "num_splits, estimator",
+    [
+        (0, "population"),
+        (2, "population"),
+        (0, "mean_of_var"),
+        (1, "population"),
+        (1, "mean_of_var"),
+    ],
 )
 def test_a_forward_pass_of_its_own_tells_what_it_has_normalized(
     num_splits: int, estimator: Any
 ) -> None:
+    """A layer that nobody has converted (1), too."""
     bn: Any = Doubled(2)
-    bn = convert_sub_batchnorm(bn, num_splits) if num_splits else convert_sync_batchnorm(bn)
+    if num_splits != 1:
+        bn = convert_sub_batchnorm(bn, num_splits) if num_splits else convert_sync_batchnorm(bn)
+    before = type(bn), set(vars(bn))
     xs = [torch.randn(6, 2), 3 + torch.randn(5, 2)]
     precise(bn, xs, estimator=estimator, forward_fn=lambda m, x: m(x, 2))
     parts = [rows([2 * x]) for x in xs] if estimator == "mean_of_var" else [2 * rows(xs)]
     np.testing.assert_allclose(kept(bn)[0], np.mean([x.mean(1) for x in parts], 0), rtol=1e-5)
     var = np.mean([x.var(1, ddof=1) for x in parts], 0)
     np.testing.assert_allclose(kept(bn)[1], var, rtol=1e-5)
+    assert num_splits != 1 or (type(bn), set(vars(bn))) == before
 
 
 def test_a_step_of_step_statistics_and_other_pools_stand_aside() -> None:
