@@ -6,6 +6,7 @@ from multibn.torch_backend.convert.convert import convert_sub_batchnorm as conve
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm as convert_sync_batchnorm
 from multibn.torch_backend.convert.convert import revert_sync_batchnorm as revert_sync_batchnorm
 from multibn.torch_backend.layer.functional import sync_batch_norm as sync_batch_norm
+from multibn.torch_backend.layer.micro_batches import step_statistics as step_statistics
 from multibn.torch_backend.layer.modules import SyncBatchNorm as SyncBatchNorm
 from multibn.torch_backend.layer.modules import SyncBatchNorm1d as SyncBatchNorm1d
 from multibn.torch_backend.layer.modules import SyncBatchNorm2d as SyncBatchNorm2d
@@ -18,7 +19,6 @@ from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm2d as SubBatc
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
 from multibn.torch_backend.precise_bn import update_bn_stats as update_bn_stats
 from multibn.torch_backend.train.checkpointing import checkpoint_contexts as checkpoint_contexts
-from multibn.torch_backend.train.micro_batches import step_statistics as step_statistics
 from multibn.torch_backend.train.synchrony import average_gradients as average_gradients
 from multibn.torch_backend.train.synchrony import check_sync as check_sync
 from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats

@@ -1,25 +1,20 @@
 """Exchange the batch norm layers of a model for synchronized ones, and back."""
 
 import warnings
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting, check_int, overridden
 from multibn.communicators import CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
-from multibn.engine.precise import input_of
 from multibn.torch_backend.convert import derived
-from multibn.torch_backend.layer import data_parallel, functional
+from multibn.torch_backend.layer import data_parallel
 from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.sub_batch_norm import Part
 from multibn.torch_backend.layer.synchronized import ALONE, Synchronized, check_arguments
-from multibn.torch_backend.train.micro_batches import step_statistics
 
 # Names that a class may define and still behave like the layer that it derives from.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
@@ -152,39 +147,7 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
         if not isinstance(layer, SyncBatchNorm):
             derived.derive(layer).configure(ALONE)
         layer.process_group, layer._num_splits = ALONE, num_splits
-        if not hasattr(layer, "own_forward"):  # whose calls of batch norm have the parts
-            layer.forward = partial(_by_parts, layer)
     return module
-
-
-def _by_parts(layer: SyncBatchNorm, *args: Any, **options: Any) -> Any:
-    """The forward pass of a layer that splits its batch: in training, a call for each part."""
-    forward, x = partial(type(layer).forward, layer), input_of(args, options)
-    if not layer.training or isinstance(x, fx.Proxy):
-        return forward(*args, **options)
-    functional.check_input(x, None)
-    mask = options.get("mask")
-    if isinstance(mask, Tensor):
-        mask = mask[(None,) * (x.ndim - 1 - mask.ndim)]
-        options["mask"] = mask.expand(len(x), *mask.shape[1:]) if len(mask) == 1 else mask
-    given = {"residual": (args[1:] or (None,))[0], **options}
-    for name, t in given.items():
-        if isinstance(t, Tensor) and t.shape[:1] != x.shape[:1]:
-            raise ValueError(
-                f"`{name}` must have as many samples as the input, {len(x)}: got shape "
-                f"{tuple(t.shape)}."
-            )
-    # Two elements per channel and part, if the batch has them: the last of an epoch may be small.
-    sizes = derived.part_sizes(layer, x)
-
-    def parts(t: Any) -> Sequence[Any]:
-        # Not tensor_split: a gradient of the whole size for each part.
-        return t.split(sizes) if isinstance(t, Tensor) else [t] * len(sizes)
-
-    k, shares = len(args), zip(*map(parts, (*args, *options.values())), strict=True)
-    with step_statistics(layer):
-        calls = ((s[:k], dict(zip(options, s[k:], strict=True))) for s in shares)
-        return torch.cat([forward(*given, **named) for given, named in calls])
 
 
 def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
@@ -271,7 +234,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         has_statistics = "running_var" in layer._buffers  # alone in timm's EvoNorm2dB0
         shares = has_statistics and not never_shares
         return "it is not of torch's batch norm class" if shares else None
-    if _has_own_forward(layer):
+    if "forward" in vars(layer):
         return "its forward pass was set on the instance. Convert the model before"
     if isinstance(layer, SyncBatchNorm):
         return None
@@ -297,14 +260,9 @@ def _cannot_revert(layer: SyncBatchNorm) -> str | None:
         return f"its class overrides {', '.join(names)}, which would be lost"
     if layer.fuse_relu:
         return "it has a ReLU inside, which would be lost"
-    if _has_own_forward(layer):
+    if "forward" in vars(layer):
         return "it has a forward pass of its own, which would be lost"
     return None
-
-
-def _has_own_forward(layer: nn.Module) -> bool:
-    """Whether a forward pass was set on the instance by others than `convert_sub_batchnorm`."""
-    return "forward" in vars(layer) and getattr(layer.forward, "func", None) is not _by_parts
 
 
 def _name(layer: nn.Module) -> str:

@@ -16,12 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from multibn.communicators import as_communicator
 from multibn.engine.population import Pool
-from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Input, Running
+from multibn.engine.step import Input
 from multibn.torch_backend.layer import compiled, dtensors, functional, modules
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 from multibn.torch_backend.layer.synchronized import moves, running_of
-from multibn.torch_backend.train.micro_batches import step_statistics
 
 _TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     getattr(nn, f"BatchNorm{n}d"): getattr(modules, f"SyncBatchNorm{n}d") for n in (1, 2, 3)
@@ -30,7 +28,7 @@ _classes = dict(_TORCHS)
 
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
-_ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_num_splits", "forward"}
+_ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_num_splits"}
 
 # Attributes of these names have another meaning in layers of other classes, which are refused.
 NAMES = sorted({n for n in dir(SyncBatchNorm(1)) if n[0] != "_"} - set(dir(nn.SyncBatchNorm(1))))
@@ -41,7 +39,6 @@ def derive(layer: Any, /) -> SyncBatchNorm:
     original = type(layer)
     if isinstance(layer, SyncBatchNorm):  # which no longer splits its batch
         del layer._num_splits
-        layer.__dict__.pop("forward", None)
     elif isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses this class on CPU
         group = as_communicator(layer.__dict__.pop("process_group"))  # a property of the new class
         layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
@@ -123,12 +120,6 @@ class _OwnForward(_Derived):
         return y
 
 
-def part_sizes(layer: SyncBatchNorm, x: Tensor) -> list[int]:
-    """How many samples each part of a batch has, see `convert_sub_batchnorm`."""
-    n = max(1, min(layer._num_splits, len(x), x.numel() // x.shape[1] // 2))
-    return [(len(x) + k) // n for k in reversed(range(n))]
-
-
 class _Sharing(TorchFunctionMode):
     """In this context, batch norm with a layer's running mean is the one of this package."""
 
@@ -170,24 +161,18 @@ class _Sharing(TorchFunctionMode):
         axis = functional.all_but_channels(input)
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
-        sharing = [*channels, layer.num_features][0], layer.conversation
-
-        def forward(x: Tensor) -> tuple[Tensor, BatchStatistics, Running | Pool | None]:
-            running = running_of(layer, layer.running_var_convention, momentum)
-            if isinstance(running, Pool):
-                running.momentum = momentum
-            i = Input(x, weight, bias, eps, axis, running=running)
-            return *compiled.forward(i, *sharing, weighting=layer.weighting), running
-
+        num_channels = [*channels, layer.num_features][0]
         before, counter = self.count_before, layer.num_batches_tracked
+        i = Input(input, weight, bias, eps, axis)
         if layer._num_splits > 1:
-            functional.check_input(input, None)
             if before is not None and counter is not None:  # the end of the step will count
                 counter.copy_(before)
-            with step_statistics(layer):
-                parts = input.split(part_sizes(layer, input))
-                return torch.cat([forward(x)[0] for x in parts])
-        y, batch, running = forward(input)
+            return layer.by_parts(i, num_channels, momentum)
+        running = running_of(layer, layer.running_var_convention, momentum)
+        if isinstance(running, Pool):
+            running.momentum = momentum
+        i, sharing = i._replace(running=running), (num_channels, layer.conversation)
+        y, batch = compiled.forward(i, *sharing, weighting=layer.weighting)
         if running is not None and before is not None and counter is not None:
             # The forward pass has counted, once for each call. Neither a recomputation counts, nor
             # a batch that is empty on all ranks.

@@ -10,9 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
+from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.kernels import generic
 from multibn.torch_backend.layer import compiled, functional
+from multibn.torch_backend.layer.micro_batches import step_statistics
 from multibn.torch_backend.layer.synchronized import (
     ALONE,
     Synchronized,
@@ -156,6 +158,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     ) -> Tensor:
         is_dense = type(input) is Tensor and not input.is_meta
         is_plain = is_dense and self.training and mask is None and lengths is None
+        is_plain = is_plain and self._num_splits == 1
         if not is_plain or torch.compiler.is_compiling() or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
         i = self._as_input(input, residual)
@@ -187,6 +190,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         where = compiled.mask_of(input, mask, lengths, self.num_features, conversation)
         if by_batch:
             i = self._as_input(input, residual, where)
+            if self.training and self._num_splits > 1:
+                return self.by_parts(i, self.num_features)
             return compiled.forward(i, self.num_features, conversation, weighting=self.weighting)[0]
         functional.check_input(input, self.num_features)
         if residual is not None:
@@ -195,6 +200,30 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         y = functional.normalize_by_running(x, self.weight, self.bias, mean, var, eps=self.eps)
         y = y if residual is None else y + residual
         return generic.masked(y.relu() if self.fuse_relu else y, where)
+
+    def by_parts(self, i: Input, num_channels: int, momentum: float | None = None) -> Tensor:
+        """Each part of a batch by its own statistics, see `convert_sub_batchnorm`.
+
+        With `momentum`, the caller has counted the batch already.
+        """
+        functional.check_input(i.x, num_channels)
+        functional.check_options(i)
+        # Two elements per channel and part, if the batch has them: a last one may be small.
+        N = len(i.x)
+        n = max(1, min(self._num_splits, N, i.x.numel() // i.x.shape[1] // 2))
+        sizes = [(N + k) // n for k in reversed(range(n))]
+        # Not tensor_split: a gradient of the whole size for each part.
+        of = [[None] * n if v is None else v.split(sizes) for v in (i.x, i.residual, i.mask)]
+        ys = []
+        with step_statistics(self):
+            for x, residual, mask in zip(*of, strict=True):
+                running = running_of(self, self.running_var_convention, momentum)
+                if momentum is not None and isinstance(running, Pool):
+                    running.momentum = momentum
+                part = i._replace(x=x, residual=residual, mask=mask, running=running)
+                sharing = num_channels, self.conversation
+                ys.append(compiled.forward(part, *sharing, weighting=self.weighting)[0])
+        return torch.cat(ys)
 
     def _as_input(
         self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None

@@ -1,7 +1,6 @@
 """The base of layers that share statistics: ranks, options, a name, buffers that a step moves."""
 
 import weakref
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,8 +93,6 @@ class Synchronized(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
-        if "_num_splits" in self.__dict__ and "forward" in self.__dict__:  # of the original
-            self.__dict__["forward"] = partial(self.__dict__["forward"].func, self)
 
 
 def check_arguments(num_features: object, eps: object, momentum: object) -> None:

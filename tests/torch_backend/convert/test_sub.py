@@ -173,11 +173,10 @@ def test_wrong_splits_groups_and_inputs_are_refused() -> None:
         layer([torch.ones(4, 3, 2, 2)])
     with pytest.raises(TypeError, match=r"`residual` must be a torch\.Tensor"):
         layer(torch.ones(4, 3, 2, 2), 3.0)
+    with pytest.raises(ValueError, match=r"`residual` must have the shape .*\(4, 3, 2, 2\).*: got"):
+        layer(torch.ones(4, 3, 2, 2), torch.ones(1, 3, 2, 2))
     for n in (1, 2):
-        text = rf"must have as many samples as the input, 4: got shape \({n},"
-        with pytest.raises(ValueError, match=f"`residual` {text}"):
-            layer(torch.ones(4, 3, 2, 2), torch.ones(n, 3, 2, 2))
-        with pytest.raises(ValueError, match=f"`lengths` {text}"):
+        with pytest.raises(ValueError, match=r"`lengths` must have shape \(4,\)"):
             layer(torch.ones(4, 3, 2, 2), lengths=torch.ones(n, dtype=torch.int64))
     layer(torch.zeros(0, 3, 2, 2))
     assert not layer.num_batches_tracked

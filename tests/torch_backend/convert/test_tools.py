@@ -18,6 +18,7 @@ from torch import fx, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.ao import quantization  # noqa: E402
 from torch.ao.quantization import quantize_fx  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
 from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
@@ -177,9 +178,10 @@ def test_programs_can_hold_layers_without_running_statistics_in_evaluation() -> 
 def test_trace_in_training_names_the_cure() -> None:
     """fvcore's FlopCountAnalysis and torch.onnx.export(dynamo=False) trace, too."""
     net = model()
-    with pytest.raises(RuntimeError, match=r"cannot trace layers that .* model.eval\(\) first, or"):
-        torch.jit.trace(net, (X,))
-    net(X)  # not in a tracing state for ever
+    for trace in (lambda: torch.jit.trace(net, (X,)), lambda: make_fx(net)(X)):
+        with pytest.raises(RuntimeError, match=r"cannot trace layers .* model.eval\(\) first, or"):
+            trace()
+        net(X)  # not in a tracing state for ever
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method", "ignore:.torch.jit.save")

@@ -10,7 +10,6 @@ from torch import nn
 from multibn._typing import RunningVar
 from multibn.engine.population import Pool
 from multibn.kernels import Running
-from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 from multibn.torch_backend.layer.synchronized import Synchronized, running_of
 
 
@@ -68,7 +67,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         )
     entered: list[tuple[Any, Any, Pool, RunningVar]] = []
     for layer in layers:
-        for bn in (layer.split_bn, layer.bn) if isinstance(layer, _SubBatchNorm) else (layer,):
+        for bn in (layer.split_bn, layer.bn) if hasattr(layer, "split_bn") else (layer,):
             convention = layer.running_var_convention
             running = running_of(bn, convention)
             if isinstance(running, Running):  # neither None nor the pool of another step
