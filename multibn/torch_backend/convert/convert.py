@@ -205,9 +205,11 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     _check_module(module)
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
-        if not isinstance(part, SyncBatchNorm):
+        if not isinstance(part, Synchronized):
             continue
-        if why := _cannot_revert(part):
+        if not isinstance(part, SyncBatchNorm):
+            obstacles[path] = f"{_name(part)}: its splits have statistics of their own"
+        elif why := _cannot_revert(part):
             obstacles[path] = f"{_name(part)}: {why}"
         else:
             derived.restore(part, part.converted_from or BatchNorm)

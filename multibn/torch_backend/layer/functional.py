@@ -273,10 +273,10 @@ def check_options(i: Input) -> None:
     if 1 in axis or len(axis) != x.ndim - 1:
         shape = statistics.channels(x.shape, axis)
     for name, p in (("weight", weight), ("bias", bias)):
-        if p is not None and p.shape != shape:
+        if p is not None and (p.shape != shape or not p.is_floating_point()):
             raise ValueError(
-                f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input: "
-                f"got {tuple(p.shape)}."
+                f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input, "
+                f"in floating point: got {tuple(p.shape)} in {p.dtype}."
             )
     if type(running) is Running:
         size, sizes = math.prod(shape), (running.mean.numel(), running.var.numel())

@@ -17,6 +17,7 @@ from multibn.communicators import Communicator, CommunicatorLike, as_communicato
 from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
+from multibn.torch_backend.layer import dtensors
 from multibn.torch_backend.layer.synchronized import Synchronized, options_of
 
 How: TypeAlias = Literal["broadcast", "pool"]
@@ -166,6 +167,8 @@ def average_gradients(
 
     Raises
     ------
+    TypeError
+        If a parameter is sharded.
     ValueError
         For `process_group` as `check_sync`; for an iterator without a parameter left.
 
@@ -192,11 +195,16 @@ def average_gradients(
                 "`parameters` must not be used up: got an iterator without a parameter left. Pass "
                 "the model, or a list."
             )
+    parameters = [p for p in parameters if p.requires_grad]
+    if dtensors.among(parameters):
+        raise TypeError(
+            "`parameters` must not be sharded: got a DTensor. FSDP averages gradients by itself: "
+            "leave this call out."
+        )
     communicator = participants(model, process_group)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for p in parameters:
-        if p.requires_grad:
-            alike[p.dtype, p.device].append(p)
+        alike[p.dtype, p.device].append(p)
     for group in alike.values():
         gradients = _flatten_dense_tensors(
             [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]

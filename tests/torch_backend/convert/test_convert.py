@@ -253,14 +253,15 @@ def test_what_cannot_be_reverted_is_one_message() -> None:
         parametrized: "1 (torch.nn.utils.parametrize.ParametrizedSyncBatchNorm: it is parametrized",
         SyncBatchNorm(3, fuse_relu=True): "it has a ReLU inside, which would be lost",
         patched: "it has a forward pass of its own, which would be lost",
+        SubBatchNorm2d(2, 3): "SubBatchNorm2d: its splits have statistics of their own",
     }
     model: Any = nn.Sequential(*layers, SyncBatchNorm(3))
     with pytest.warns(
-        UserWarning, match=r"^4 layer\(s\) stay as they are, they stay syn"
+        UserWarning, match=r"^5 layer\(s\) stay as they are, they stay syn"
     ) as caught:
         revert_sync_batchnorm(model)
     assert len(caught) == 1
     for message in layers.values():
         assert message in str(caught[0].message)
-    assert list(model[:4]) == list(layers)
-    assert type(model[4]) is BatchNorm
+    assert list(model[:5]) == list(layers)
+    assert type(model[5]) is BatchNorm

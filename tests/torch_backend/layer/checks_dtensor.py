@@ -35,6 +35,7 @@ from multibn.parity import oracle
 from multibn.torch_backend import (
     SubBatchNorm2d,
     SyncBatchNorm,
+    average_gradients,
     convert_sync_batchnorm,
     sync_batch_norm,
 )
@@ -289,6 +290,8 @@ def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None
             _place(torch.ones(4, C, 2, 2).double(), mesh, BOTH)
         )
     layer(x)
+    with pytest.raises(TypeError, match=r"`parameters` must not be sharded: got a DTensor\. FSDP"):
+        average_gradients(distribute_module(nn.Linear(2, 2), mesh))
 
 
 def check_a_named_group_decides(world: Communicator) -> None:
