@@ -281,9 +281,9 @@ class _WatchedNorm:
     def watched(self, run: Pass) -> Iterator[None]:
         """Note each call in `run`, and add the inputs of torch's own layers."""
         is_shared = self.communicator.size > 1
-        plain = _BatchNorm.forward, nn.SyncBatchNorm.forward
         is_own, own_forward = isinstance(self.module, Synchronized), self.module.forward
-        has_own = getattr(own_forward, "__func__", None) not in plain and not is_own
+        of_torch = type(self.module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        has_own = not (is_own or of_torch or "forward" in vars(self.module))
         # An empty batch needs no mask; a forward pass of a class's own may need its arguments.
         dropped = () if hasattr(self.module, "own_forward") else ("mask", "lengths")
 
@@ -302,16 +302,13 @@ class _WatchedNorm:
                 self.add(input_of(args, kwargs))
             return y
 
-        is_set = "forward" in vars(self.module)
         with self.module.register_forward_pre_hook(note, with_kwargs=True):
             if has_own:
                 self.module.forward = forward
             try:
                 yield
             finally:
-                if is_set:
-                    self.module.forward = own_forward
-                elif has_own:
+                if has_own:
                     del self.module.forward
 
     def add(self, x: Any) -> None:
