@@ -30,8 +30,10 @@ _NOTHING = nullcontext()
 
 
 def is_transformed() -> bool:
-    """Whether torch.func transforms this call, or forward mode may have tangents for its inputs."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether torch.func or make_fx sees this call, or forward mode may have tangents for it."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
@@ -221,7 +223,7 @@ def _checked(x: Tensor, num_ranks: int) -> Tensor:
     """`x`, unless torch hides its numbers, or those of a tangent, from the layer."""
     if is_transformed() or torch._C._functorch.is_legacy_batchedtensor(x):
         raise NotImplementedError(
-            "torch.func, forward mode, `vectorize=True` in torch.autograd.functional and "
+            "torch.func, make_fx, forward mode, `vectorize=True` in torch.autograd.functional and "
             "`is_grads_batched=True` in torch.autograd.grad work for a layer of one process: got "
             f"{num_ranks} ranks that share statistics. Call torch.autograd.grad, with "
             "create_graph=True for second derivatives, or pass process_group=SingleProcess()."

@@ -20,8 +20,6 @@ from multibn.engine.step import Input
 from multibn.kernels import Running, generic
 from multibn.torch_backend.layer import autograd, dtensors
 
-_PROXY = torch._C._TorchDispatchModeKey.PROXY  # of make_fx
-
 
 def sync_batch_norm(
     x: Tensor,
@@ -173,11 +171,11 @@ def forward(
             "multibn.torch_backend.join, or join(throw_on_early_termination=True), which ends "
             "with the first rank that runs out of data."
         )
-    if torch._C._get_tracing_state() is not None or torch._C._get_dispatch_mode(_PROXY):
+    if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
-            "torch.jit.trace and make_fx, which some exporters and counters of operations call, "
-            "cannot trace layers that compute statistics of a batch. Call model.eval() first, or "
-            "trace a copy of the model after revert_sync_batchnorm."
+            "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
+            "layers that compute statistics of a batch. Call model.eval() first, or trace a copy "
+            "of the model after revert_sync_batchnorm."
         )
     try:
         check_input(i.x, num_channels)

@@ -27,6 +27,7 @@ from torch.func import (  # noqa: E402
     vjp,
     vmap,
 )
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
@@ -335,6 +336,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
         layer, X, vectorize=True, strategy="forward-mode"
     ),
     "is_grads_batched": lambda layer: _batched_gradients(layer, _batched),
+    "make_fx": lambda layer: make_fx(layer)(X),
 }
 
 
