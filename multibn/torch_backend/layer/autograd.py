@@ -30,9 +30,12 @@ _NOTHING = nullcontext()
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or make_fx sees this call, or forward mode may have tangents for it."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return True
+    """Whether torch.func transforms this call, or forward mode may have tangents for its inputs."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_written_down() -> bool:
+    """Whether make_fx writes down the operations of this call. Not for compiled code."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
@@ -221,7 +224,7 @@ class _AllReduce(torch.autograd.Function):
 
 def _checked(x: Tensor, num_ranks: int) -> Tensor:
     """`x`, unless torch hides its numbers, or those of a tangent, from the layer."""
-    if is_transformed() or torch._C._functorch.is_legacy_batchedtensor(x):
+    if is_transformed() or is_written_down() or torch._C._functorch.is_legacy_batchedtensor(x):
         raise NotImplementedError(
             "torch.func, make_fx, forward mode, `vectorize=True` in torch.autograd.functional and "
             "`is_grads_batched=True` in torch.autograd.grad work for a layer of one process: got "
