@@ -35,8 +35,8 @@ def check_sync(
         The ranks to compare, anything that `multibn.as_communicator` takes. Default: the largest
         group of the model's multi-node links; without such links, torch's default process group.
     ignore
-        Names to leave out, with wildcards: `["*/avg_*"]` for batch normalization that does not
-        share statistics.
+        A pattern of names to leave out, or several: `["*/avg_*"]` for batch normalization that
+        does not share statistics.
 
     Raises
     ------

@@ -63,15 +63,13 @@ def check_equal(
     array that differs, of its size.
 
     `arrays` maps names to arrays of any library and device, or to None for an array without a value
-    yet. Names that match a pattern of `ignore`, `"*.running_*"` for example, are not compared.
+    yet. Names that match `ignore`, or a pattern of it, `"*.running_*"` for example, are left out.
     `options` are those of the model's layers, by the layers' names. Looks at what layers have sent
     from GPUs before, see `look_at_unread`.
     """
     look_at_unread()
-    ignore = list(ignore)
-    names = [
-        name for name in sorted(arrays) if not any(fnmatchcase(name, pattern) for pattern in ignore)
-    ]
+    ignored = [ignore] if isinstance(ignore, str) else [*ignore]
+    names = [name for name in sorted(arrays) if not any(fnmatchcase(name, p) for p in ignored)]
     described = [_described(name, arrays[name]) for name in names]
     described += [
         f"{name or 'the layer'} with " + ", ".join(f"{k}={v}" for k, v in each.items())

@@ -51,6 +51,8 @@ def test_complex_numbers_are_compared_and_patterns_ignored() -> None:
         with pytest.raises(RuntimeError, match=r"1 of 1 .* z by up to 1 on rank 1\."):
             check_equal(arrays, world, ignore=["[a-n]"])
         check_equal(arrays, world, ignore=["z", "n*"])
+        with pytest.raises(RuntimeError, match=r"1 of 1 .* z by up to"):
+            check_equal(arrays, world, ignore="[a-n]*")  # one pattern, and not one a letter
 
     run_ranks(2, check)
 

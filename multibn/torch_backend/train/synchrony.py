@@ -55,8 +55,8 @@ def check_sync(
         DistributedDataParallel in the model; else the largest group of its synchronized layers, or
         torch's default process group if that is larger.
     ignore
-        Names to leave out, with wildcards: `["*.running_*", "*.num_batches_tracked"]` for batch
-        norms that do not share statistics.
+        A pattern of names to leave out, or several: `["*.running_*", "*.num_batches_tracked"]` for
+        batch norms that do not share statistics.
 
     Raises
     ------
