@@ -156,9 +156,9 @@ class _Norm:
         is_multi_node = isinstance(link, MultiNodeBatchNormalization)
         self.communicator: Communicator = link.conversation if is_multi_node else SingleProcess()
 
-    def visit(self, empty: Any, kwargs: Any) -> None:
+    def visit(self, *args: Any, **kwargs: Any) -> None:
         if self.communicator.size > 1:
-            self.link(empty, **kwargs)
+            self.link(*args, **kwargs)
         else:  # no other rank waits, and Chainer's own link refuses an empty batch
             self.num_calls += 1
 
@@ -206,7 +206,7 @@ class _Watch(chainer.LinkHook):
         shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))
         empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)
         kwargs = {k: v for k, v in args.kwargs.items() if k == "finetune"}
-        self._run.repeat(partial(norm.visit, empty, kwargs))
+        self._run.repeat(partial(norm.visit, empty, *args.args[1:], **kwargs))
         if isinstance(norm.link, L.BatchNormalization):
             norm.estimator.add(norm.estimator.sums_of(x, axis=axis))
 

@@ -11,6 +11,7 @@ from chainer import functions as F
 
 from multibn._typing import Array, Weighting, check_residual
 from multibn.communicators import Communicator
+from multibn.communicators.conversation import during
 from multibn.communicators.outcomes import raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
 from multibn.engine.statistics import BatchStatistics
@@ -107,12 +108,11 @@ class BatchNormalization(FunctionNode):
         self.retain_inputs([k for k, name in enumerate(self.names) if name != "residual"])
         if self.input.relu:
             self.retain_outputs((0,))
-        y, self.batch = step.forward(
-            self._filled(inputs),
-            self.communicator,
-            weighting=self._weighting,
-            needs_gradient=self.needed,
-        )
+        i = self._filled(inputs)
+        running: Any = getattr(i.running, "running", i.running)  # of a pool
+        facts = self.needed, running is not None and running.momentum is None  # finetune=True
+        communicator = during(self.communicator, "forward", i.x.dtype, *facts)
+        y, self.batch = step.forward(i, communicator, weighting=self._weighting)
         # The graph need not keep running statistics.
         self.input = self.input._replace(running=None)
         return (y,)

@@ -49,7 +49,7 @@ class Conversation(Forwarding):
         self.built, self.options = built, options
         self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
-        self.phases: dict[tuple[str, Any, bool], Phase] = {}
+        self.phases: dict[tuple[str, Any, bool, bool], Phase] = {}
         self._elsewhere: dict[Communicator, Conversation] = {}
         # The names that the layer has in each group, by its own name and the messages' length.
         self.names: WeakKeyDictionary[Known, dict[Any, str]] = WeakKeyDictionary()
@@ -76,22 +76,24 @@ class Conversation(Forwarding):
             )
         return self._elsewhere[communicator]
 
-    def during(self, phase: str, dtype: Any, needs_gradient: bool = True) -> "Phase":
+    def during(
+        self, phase: str, dtype: Any, needs_gradient: bool = True, finetune: bool = False
+    ) -> "Phase":
         """The communicator for messages about activations of `dtype` in a phase of the layer.
 
-        `needs_gradient` says whether a backward message may follow.
+        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's.
         """
-        key = phase, dtype, needs_gradient
+        key = phase, dtype, needs_gradient, finetune
         known = self.phases.get(key)
         if known is None:
             known = self.phases[key] = Phase(self, *key)
         return known
 
 
-def during(communicator: Communicator, phase: str, dtype: Any, /) -> Communicator:
+def during(communicator: Communicator, phase: str, dtype: Any, /, *facts: bool) -> Communicator:
     """`Conversation.during` of a layer's communicator; any other communicator as it is."""
     if isinstance(communicator, Conversation):
-        return communicator.during(phase, dtype)
+        return communicator.during(phase, dtype, *facts)
     return communicator
 
 
@@ -116,9 +118,12 @@ class Phase(Forwarding):
     _summed_prints: memoryview
     _sent_tail: memoryview
 
-    def __init__(self, layer: Conversation, phase: str, dtype: Any, needs_gradient: bool) -> None:
+    def __init__(
+        self, layer: Conversation, phase: str, dtype: Any, needs_gradient: bool, finetune: bool
+    ) -> None:
         self.wrapped = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
+        self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
         self.num_lanes = len(message.lanes(phase, 0.0))
         self._num_numbers = -1
@@ -200,7 +205,7 @@ class Phase(Forwarding):
 
     def _call(self, number: int) -> str:
         """A call of the layer, for people."""
-        return f"{for_people(self.wrapped.name)} ({self.name}, {self.dtype}, call {number})"
+        return f"{for_people(self.wrapped.name)} ({self.name}, {self.kind}, call {number})"
 
     def _agree(self, n: int, like: Any = None) -> None:
         """Learn that all ranks are in a layer like this one; collective where that is not known.
@@ -229,7 +234,7 @@ class Phase(Forwarding):
                 name, self._known = agree(layer, communicator, self._lines, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             self._place = f"{name} {self.name} {length}"
-            self._fingerprint = message.fingerprint(f"{self._place} {self.dtype} {self.gradients}")
+            self._fingerprint = message.fingerprint(f"{self._place} {self.kind} {self.gradients}")
             lanes = message.lanes(self.name, self._fingerprint)
         self._sent_tail = np.array(lanes).data
         self._fingerprints = [self._size * v for v in lanes[-2:]]
@@ -313,7 +318,7 @@ class Phase(Forwarding):
         which = f"layer {number_of_layer} by the first call"
         facts = self.gradients, width, f"{width}, {which}"
         calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
-        answers = gather([f"{self._place} {self.dtype}", *calls], layer.wrapped)
+        answers = gather([f"{self._place} {self.kind}", *calls], layer.wrapped)
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
             fail(

@@ -91,7 +91,7 @@ def test_finetuning_follows_the_axes_of_a_link() -> None:
 
 def test_finetune_argument_of_the_model_changes_nothing() -> None:
     link = shared()
-    finetune(batches(), link, eval_func=lambda x: link(x, finetune=True))
+    finetune(batches(), link, eval_func=lambda x: link(x, True))
     assert_population(link, batches())
     assert link.N == 3
 

@@ -107,10 +107,15 @@ def _link_forgets(chainer: Any, link: Any, x: Any) -> None:
     F.sum(F.forget(link, x) ** 2).backward()
 
 
+def _link_finetunes(chainer: Any, link: Any, x: Any) -> None:
+    chainer.functions.sum(link(x, finetune=True) ** 2).backward()
+
+
 CHAINS: dict[str, Callable[..., object]] = {
     "trained": lambda chainer, link, x: chainer.functions.sum(link(x) ** 2).backward(),
     "without": _link_without,
     "forgets": _link_forgets,
+    "finetunes": _link_finetunes,
 }
 
 
@@ -131,6 +136,15 @@ def test_a_gradient_on_one_rank_only_in_chainer() -> None:
         run_ranks(2, lambda world: _chainer(world, "trained", "without"))
 
 
-@pytest.mark.parametrize("chain", ["without", "forgets"])
+def test_finetuning_on_one_rank_only() -> None:
+    told = (
+        r"the ranks are in different places: rank\(s\) \[0\] in .* \(forward, float32, call 1\); "
+        r"rank\(s\) \[1\] in .* \(forward, float32, finetune=True, call 1\)\. All ranks must run"
+    )
+    with pytest.raises(RuntimeError, match=told):
+        run_ranks(2, lambda world: _chainer(world, "trained", "finetunes"))
+
+
+@pytest.mark.parametrize("chain", ["without", "forgets", "finetunes"])
 def test_chains_that_go_well(chain: str) -> None:
     run_ranks(2, lambda world: _chainer(world, chain))
