@@ -334,7 +334,9 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
 def options_of(link: Any) -> dict[str, object]:
     """The options of a link, which must be equal on all ranks."""
     names = "decay", "eps", "weighting", "fuse_relu", "nonfinite", "axis"
-    return {name: getattr(link, name) for name in names} | {"avg_var": link.avg_var_convention}
+    options = {f"use_{name}": getattr(link, name) is not None for name in ("gamma", "beta")}
+    options |= {"avg_var": link.avg_var_convention, "dtype": link._highprec_dtype.name}
+    return options | {name: getattr(link, name) for name in names}
 
 
 def _name(link: chainer.Link | None) -> str:

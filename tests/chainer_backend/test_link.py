@@ -79,6 +79,20 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(
     errors_of_rank_0(call, kind, message)
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [("use_gamma", False), ("use_beta", False), ("dtype", "float64"), ("avg_var", "biased")],
+)
+def test_an_option_that_differs_is_an_error_on_all(name: str, value: Any) -> None:
+    def check(communicator: ThreadCommunicator) -> None:
+        options: Any = {name: value} if communicator.rank else {}
+        link = MultiNodeBatchNormalization(3, communicator, **options)
+        with pytest.raises(ValueError, match=rf"differently: .* rank\(s\) \[1\] in {name}={value}"):
+            link(np.ones((2, 3), "f"))
+
+    run_ranks(2, check)
+
+
 def test_deepcopy_keeps_the_communicator_and_honours_the_memo() -> None:
     a = MultiNodeBatchNormalization(3, ALONE)
     b: Any = MultiNodeBatchNormalization(3, ALONE, use_gamma=False)
