@@ -51,7 +51,8 @@ class Pass(Taping):
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
         conversations = [(layer_of(layer.communicator), layer) for layer in self._tracked]
-        self._by_built = {of.built: layer for of, layer in conversations if of is not None}
+        # A shallow copy of a layer has its `built`, and a function for its options of its own.
+        self._by_options = {of.options: layer for of, layer in conversations if of is not None}
 
     def repeat(self, visit: Callable[[], object]) -> None:
         """Note a call of a layer that other ranks wait for; `visit` has an empty batch."""
@@ -60,7 +61,7 @@ class Pass(Taping):
     def keep(self, batch: BatchStatistics, i: Any, communicator: Any) -> None:
         """Add the input of a layer's message, unless the layer has skipped the batch."""
         found = layer_of(communicator)
-        layer = self._by_built.get(found and found.built)
+        layer = self._by_options.get(found and found.options)
         if layer is None:
             return
         xp = array_namespace(batch.mean)

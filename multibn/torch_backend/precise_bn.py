@@ -289,6 +289,8 @@ class _WatchedNorm:
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
+            if module is not self.module:  # a shallow copy has the hooks of its original, too
+                return
             if not (is_own or has_own):
                 self.add(x)
             if is_shared:

@@ -201,6 +201,19 @@ def test_unequal_batches_give_the_population_of_all_data(framework: Any, communi
     np.testing.assert_equal(without_statistics(framework.state(model)), without_statistics(before))
 
 
+@pytest.mark.parametrize("communicator", [None, ALONE], ids=["plain", "shared"])
+def test_a_shallow_copy_has_a_population_of_its_own(framework: Any, communicator: Any) -> None:
+    model, data = framework.model(communicator), batches()
+    model.b = copy.copy(model.a)
+    if hasattr(model.b, "_buffers"):
+        model.b._buffers = copy.deepcopy(model.a._buffers)
+    else:
+        model.b.avg_mean, model.b.avg_var = copy.deepcopy(framework.kept(model.a))
+    framework.run(data, model)
+    assert_population(framework, model.a, data)
+    assert_population(framework, model.b, second_inputs(framework, [[x] for x in data]))
+
+
 def test_a_layer_that_is_used_twice_counts_both_inputs(framework: Any) -> None:
     layer, data = framework.layer(ALONE), batches()
     framework.run(data, layer, forward=lambda layer, x: (layer(x), layer(3 * x + 1)))
