@@ -22,6 +22,11 @@ def array_namespace(x: Array, /) -> Any:
     """
     namespace = _namespaces.get(type(x))
     if namespace is None:
+        if isinstance(x, np.ma.MaskedArray | np.matrix):  # whose arithmetic is another
+            raise TypeError(
+                f"the input must be a plain array: got {type(x).__qualname__}. Pass "
+                "numpy.array(x), and by `mask=` which elements of a masked array count."
+            )
         namespace = array_api_compat.array_namespace(x)
         if not is_torch_array(x):  # torch may be compiling
             _check_float64(namespace, type(x))

@@ -9,6 +9,7 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer import functions as F
 
+from multibn._arrays import array_namespace
 from multibn._typing import Array, Weighting, check_residual
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import during
@@ -57,12 +58,13 @@ def check_input(
     """
     if axis is None:
         axis = statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + len(channels)))
-    arrays = Variable, *chainer.get_array_types()
-    is_array = isinstance(x, arrays)
+    array, like, types = chainer.as_array(x), np.zeros(()), chainer.get_array_types()
     try:
-        if not is_array:
-            kind = type(x).__qualname__
+        if not isinstance(array, types):
+            kind = type(x).__qualname__ + " without an array" * (array is not x)
             raise TypeError(f"the input must be a Variable or an array: got {kind}.")
+        array_namespace(array)
+        like = array
         if not axis or max(axis) >= x.ndim or x.ndim < 2:
             raise ValueError(
                 "the input must have 2 or more dimensions and all of the axes to reduce, "
@@ -76,10 +78,9 @@ def check_input(
         if x.dtype.kind != "f":
             raise statistics.not_floating(x)
         if residual is not None:
-            check_residual(residual, x, arrays, "a Variable or an array")
-        return axis, masks.checked(chainer.as_array(x), mask, lengths, axis=axis)
+            check_residual(residual, x, (Variable, *types), "a Variable or an array")
+        return axis, masks.checked(array, mask, lengths, axis=axis)
     except (TypeError, ValueError) as error:
-        like = chainer.as_array(x) if is_array else np.zeros(())
         statistics.refuse(communicator, math.prod(channels), like=like, error=error)
         raise
 

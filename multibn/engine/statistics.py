@@ -71,25 +71,14 @@ def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ..
     return tuple(sorted(set(range(ndim)).difference(channel_axes)))
 
 
-def _checked_axes(x: Array, axis: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The argument `axis` of a function about `x`; ValueError for axes that `x` lacks."""
-    axis = reduced_axes(x.ndim) if axis is None else axis
-    if not (isinstance(axis, tuple) and axis and min(axis) >= 0 and max(axis) < x.ndim):
-        raise ValueError(
-            "`axis` must be a tuple of axes of the input, counted from 0: got "
-            f"{axis} for an input of shape {tuple(x.shape)}."
-        )
-    return axis
-
-
 def local_moments(
     x: Array, /, *, axis: tuple[int, ...] | None = None, mask: Array | None = None
 ) -> Moments:
     """Moments of an activation over `axis`, by default all axes but 1; zero for an empty batch.
 
     16-bit input is computed in float32. Raises TypeError unless `x` is real and floating-point.
-    With a `mask`, see `masks`, only the elements where the mask is True count, and `count`
-    is an array if these are on a GPU.
+    With a `mask`, booleans of the shape of `x` but for the channel axes, which have size 1, only
+    the elements where the mask is True count, and `count` is an array if these are on a GPU.
 
     Examples
     --------
@@ -99,9 +88,23 @@ def local_moments(
     >>> print(moments.mean, moments.meansqr, moments.count)
     [2. 3.] [ 5. 10.] 2.0
     """
-    if not array_namespace(x).isdtype(x.dtype, "real floating"):
+    xp = array_namespace(x)
+    if not xp.isdtype(x.dtype, "real floating"):
         raise not_floating(x)
-    axis = _checked_axes(x, axis)
+    axis = reduced_axes(x.ndim) if axis is None else axis
+    is_known = isinstance(axis, tuple) and all(hasattr(k, "__index__") for k in axis)
+    if not (is_known and 0 < len(axis) == len({*axis}.intersection(range(x.ndim)))):
+        raise ValueError(
+            "`axis` must be a tuple of axes of the input, counted from 0, each once: got "
+            f"{axis} for an input of shape {tuple(x.shape)}."
+        )
+    expected = tuple(n if k in axis else 1 for k, n in enumerate(x.shape))
+    form, kind = (getattr(mask, name, None) for name in ("shape", "dtype"))
+    if mask is not None and (form != expected or kind != xp.bool):
+        raise ValueError(
+            f"`mask` must be an array of shape {expected}, for an input of shape {tuple(x.shape)}, "
+            f"and of dtype bool: got shape {form} and dtype {kind}."
+        )
     shape, count, *_ = sizes(x.shape, axis)
     i = Input(x, None, None, 0.0, axis, mask=mask)
     _, count = masks.weigh(i, count, "element")

@@ -29,11 +29,8 @@ def largest_group(groups: Iterable[Communicator], /, *, parameter: str) -> Commu
     for group in groups:
         while isinstance(group, Group):
             group = group.parent
-        if isinstance(group, DefaultCommunicator):  # whose `size` may warn
-            is_alone = default_group() is None
-        else:
-            is_alone = isinstance(group, SingleProcess)
-        if not is_alone:
+        is_default = isinstance(group, DefaultCommunicator)  # whose `size` may warn
+        if not (default_group() is None if is_default else isinstance(group, SingleProcess)):
             candidates.append(group)
     if candidates:
         return max(candidates, key=lambda c: c.size)

@@ -66,6 +66,8 @@ def test_alone_it_is_chainers_batch_normalization(
         (np.ones((2, 2, 4)), {}, ValueError, r"\(3,\), the link's `size`: got \(2,\) in shape"),
         (np.ones((2, 3), int), {}, TypeError, "real floating-point dtype: got int"),
         (None, {}, TypeError, "must be a Variable or an array: got NoneType"),
+        (chainer.Variable(), {}, TypeError, "or an array: got Variable without an array"),
+        (np.ma.ones((2, 3)), {}, TypeError, "must be a plain array: got MaskedArray. Pass numpy"),
         (np.ones((4, 3)), {"axis": (0, 2)}, ValueError, r"to reduce, \(0, 2\): got"),
     ],
 )

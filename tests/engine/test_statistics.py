@@ -218,15 +218,30 @@ def test_the_rank_whose_moments_are_not_finite_is_named(xp: Any) -> None:
     run_ranks(3, step)
 
 
+@pytest.mark.parametrize("kind", [np.ma.array, np.matrix])
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_arrays_of_another_arithmetic_are_refused(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"plain array: got (Masked|matrix).*\. Pass numpy"):
+        local_moments(kind(np.ones((2, 3))))
+
+
 def test_integers_are_refused(xp: Any) -> None:
     with pytest.raises(TypeError, match=r"real floating-point dtype: got .*int32"):
         local_moments(xp.ones((2, 3), dtype=xp.int32))
 
 
-@pytest.mark.parametrize("axis", [(), (2,), (-2,), [0], 0])
+@pytest.mark.parametrize("axis", [(), (2,), (-2,), (0, 0), (0.0,), [0], 0])
 def test_axes_that_the_input_lacks_are_refused(axis: Any) -> None:
     with pytest.raises(ValueError, match=r"`axis` must be a tuple of .* got .* shape \(2, 3\)"):
         local_moments(np.ones((2, 3)), axis=axis)
+
+
+@pytest.mark.parametrize("dtype, shape", [("bool", (2, 3)), ("bool", (1, 1)), ("int64", (2, 1))])
+def test_a_mask_of_another_shape_or_dtype_is_refused(xp: Any, dtype: str, shape: Any) -> None:
+    mask = xp.ones(shape, dtype=getattr(xp, dtype))
+    message = rf"`mask` must be an array of shape \(2, 1\), .* got shape .* and dtype .*{dtype}"
+    with pytest.raises(ValueError, match=message):
+        local_moments(xp.ones((2, 3)), mask=mask)
 
 
 def test_an_unknown_weighting_is_refused() -> None:
