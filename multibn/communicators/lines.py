@@ -92,11 +92,10 @@ class Lines:
         total = a.copy()
         if self.size > 1:
             line = self._open.get(number) or self._opened(number, None, text)
-            is_large = a.nbytes > self.transport.most_bytes
             begin = partial(line.begin, total)
-            self.watch.wait(
-                (lambda: in_turn(self._sum_large(total))) if is_large else begin, place, text
-            )
+            if a.nbytes > self.transport.most_bytes:
+                begin = partial(in_turn, self._sum_large(total))
+            self.watch.wait(begin, place, text)
         return total
 
     def _sum_large(self, a: HostArray) -> Iterator[Done]:
@@ -122,6 +121,7 @@ class Lines:
 
     def exchange(self, buffer: HostArray, place: str, text: object) -> None:
         """Sum what stands in a `buffer` over the ranks, in place. Collective."""
+        self.watch.check(text)  # before the buffers, which `release` lets go of
         self.watch.wait(self._buffers[buffer.size][1], place, text)
 
     def disown(self) -> None:

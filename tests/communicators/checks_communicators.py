@@ -240,7 +240,8 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
     for _ in range(6):
         communicator = fresh(world)
         for C in (8, 100):
-            _phase(communicator, f"bn{C}").allreduce(np.ones(2 * C + 2))
+            phase = _phase(communicator, f"bn{C}")
+            phase.allreduce(np.ones(2 * C + 2))
         lines = communicator.lines
         if _under_torchrun(world):
             import torch.distributed as dist
@@ -255,6 +256,8 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             assert not lines.transport.duplicates
         with pytest.raises(RuntimeError, match="its process group was destroyed"):
             lines.sum(np.ones(1), "", "")
+        with pytest.raises(RuntimeError, match=r"process group.* was destroyed\. Give the layer"):
+            phase.allreduce(phase.buffer(2 * C + 2))
         counts.append((*_resources(), len(_lines._all_lines)))
     world.allreduce(np.ones(1))
     assert counts[-1] == counts[1]  # the first may start a thread that stays
