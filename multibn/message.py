@@ -95,7 +95,7 @@ def fingerprint(text: str, /) -> float:
 
 def all_equal(total: Any, total_of_squares: Any, size: int, /) -> bool:
     """Whether `size` fingerprints are equal, from their sum and the sum of their squares."""
-    return size * int(total_of_squares) == int(total) ** 2
+    return int(size) * int(total_of_squares) == int(total) ** 2
 
 
 def is_refusal(summed: Array, num_lanes: int = 0, /) -> bool:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from multibn._environment import this_machine
@@ -170,16 +171,17 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     for library in _WRAPPERS:
         if library in libraries:
             return _wrapped(library, obj)
-    if (isinstance(obj, str) and obj == "machine") or (
-        isinstance(obj, int | list | tuple) and not isinstance(obj, bool)
-    ):
+    are_ranks = isinstance(obj, int | list | tuple) and not isinstance(obj, bool)
+    if are_ranks or (isinstance(obj, str) and obj == "machine"):
         return Group(None, obj)
-    if isinstance(obj, Communicator):
+    # Looked up without a call: reading a property may be collective.
+    has_methods = any(callable(getattr_static(obj, name, 0)) for name in ("rank", "size"))
+    if not has_methods and isinstance(obj, Communicator) and not isinstance(obj, type):
         return obj
     raise TypeError(
         "a communicator must be None, a torch ProcessGroup or DeviceMesh, an mpi4py Comm, a "
-        "ChainerMN communicator, a multibn Communicator, 'machine', a number of consecutive ranks "
-        "or a list of ranks: "
+        "ChainerMN communicator, a multibn Communicator (an instance, whose `rank` and `size` are "
+        "numbers), 'machine', a number of consecutive ranks or a list of ranks: "
         f"got {obj!r} of type {type(obj).__qualname__}."
     )
 

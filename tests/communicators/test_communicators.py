@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,10 @@ def test_a_communicator_stands_for_itself_and_none_for_default() -> None:
     assert repr(as_communicator()) == "DefaultCommunicator()"
     with pytest.raises(TypeError, match=r"a communicator must be None.*got 'gloo' of type str"):
         as_communicator("gloo")  # type: ignore[arg-type]
+    methods = type("Own", (SimpleNamespace,), {"rank": lambda self: 0, "size": property(int)})
+    for other in (methods(allreduce=0, split=0), SingleProcess):
+        with pytest.raises(TypeError, match=r"\(an instance, whose `rank` .* of type (Own|type)\."):
+            as_communicator(other)  # type: ignore[arg-type]
 
 
 def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,11 @@ def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None
         assert "rank(s) [1] in bn (forward, float64, call 1)" in str(error)
 
 
+def test_the_size_of_a_users_class_may_be_an_integer_of_numpy() -> None:
+    own = SimpleNamespace(rank=np.int32(0), size=np.int32(2), allreduce=lambda x: 2 * x, split=None)
+    np.testing.assert_array_equal(_phase(own, "0").allreduce(np.ones(LENGTH)), 2 * np.ones(LENGTH))
+
+
 def test_unlike_layers_are_named_later(ones: Any) -> None:
     """On a GPU some messages later: by then a message has long arrived in host memory."""
 
