@@ -13,6 +13,7 @@ from typing import Any
 from multibn import __version__, kernels
 from multibn._environment import find_command, importable
 from multibn.communicators.transports import shared_memory
+from multibn.communicators.watch import check_timeout
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,6 +34,7 @@ def collect() -> dict[str, Any]:
     `kernels` and `messages` name what is in use, with the reason and the cure where it is slow.
     Raises ValueError for a wrong value of a variable.
     """
+    check_timeout()
     versions: dict[str, str | None] = {"multibn": __version__, "python": platform.python_version()}
     distributions = metadata.packages_distributions()
     for name in ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py"):

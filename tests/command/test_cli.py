@@ -77,6 +77,7 @@ def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
     [
         ("MULTIBN_KERNELS", "generic", "generic (slow): MULTIBN_KERNELS is generic"),
         ("MULTIBN_SHARED_MEMORY", "0", "no shared memory, MULTIBN_SHARED_MEMORY is 0"),
+        ("MULTIBN_TIMEOUT", "inf", ""),
     ],
 )
 def test_info_names_variables(
