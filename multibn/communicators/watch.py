@@ -216,8 +216,8 @@ class Watch:
             self._fail(
                 ConnectionError,
                 f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, which ended or left "
-                f"the group before: {self._describe(left, 'left')}. All ranks must take the same "
-                "number of steps; see `join` for data of unequal length.",
+                f"the group before: {self._describe(text, left, 'left')}. All ranks must take the "
+                "same number of steps; see `join` for data of unequal length.",
             )
         for rank, notice in notices.items():
             if notice.state == "failed":
@@ -297,7 +297,7 @@ class Watch:
         self._fail(
             TimeoutError,
             f"rank {self.rank} has waited {self.timeout:g} s in {text} for rank(s) "
-            f"{_some(absent)}: {self._describe(absent)}. Find out what keeps it (a model in "
+            f"{_some(absent)}: {self._describe(text, absent)}. Find out what keeps it (a model in "
             "eval(), which sends no messages?), or allow for more time: MULTIBN_TIMEOUT.",
         )
 
@@ -323,7 +323,7 @@ class Watch:
             time.sleep(0.01)
         self._fail(
             ConnectionError,
-            f"rank {self.rank} lost the connection in {text}: {self._describe(lost)}. "
+            f"rank {self.rank} lost the connection in {text}: {self._describe(text, lost)}. "
             f"The transport says: {error}",
             error,
         )
@@ -340,8 +340,10 @@ class Watch:
         announce(message)
         self._publish("failed", "", message)
 
-    def _describe(self, ranks: list[int], how: str = "") -> str:
-        seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
+    def _describe(self, text: str, ranks: list[int], how: str = "") -> str:
+        # A layer's phase, whose text is by now that of the call that is under way.
+        last = "the call before" if text == str(self._last) else self._last
+        seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {last}"
         if not self._peers:
             return f"no rank was heard of before, {seen}"
         return "; ".join(

@@ -208,6 +208,17 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
     )
 
 
+def test_a_call_that_is_under_way_is_not_the_last_one() -> None:
+    def wait(world: ThreadCommunicator) -> None:
+        watch, phase = _introduced(world, {}), ["call 1"]  # whose text changes, as a layer's
+        watch.wait(lambda: lambda seconds: True, "a", phase)
+        phase[0] = "call 2"
+        error = _says(watch.wait, _broken(RuntimeError("reset by peer")), "a", phase)
+        assert re.search(r"in \['call 2'\]: rank . .* s ago in the call before\. The", str(error))
+
+    run_ranks(2, wait)
+
+
 def test_a_connection_that_is_lost_is_an_error() -> None:
     broken = _broken(RuntimeError("reset by peer"))
     error = _first_rank_says({}, lambda watch: None, broken)
