@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="instead, compare a pair of models of your own in one process and on ranks: "
         "FUNCTION() returns a torch model, a Chainer model with the same layers, names and eps, "
-        "whose weights are carried over, and an example input, a NumPy array of 2 or more samples. "
+        "whose weights are carried over, and an example input, a NumPy array of 3 or more samples. "
         "It returns the same on every call. The models return an array with an entry for each "
         "sample, and draw no random numbers",
     )

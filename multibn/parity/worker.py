@@ -268,6 +268,8 @@ def _pair(path: str) -> tuple[Any, Any, Array]:
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
     torch_model, chainer_model, x = getattr(importlib.import_module(module), name)()
+    if len(x) < 3:  # two become 1 and -1, and dx is 0
+        raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
     serializer = DictionarySerializer()
     serializer.save(chainer_model)
     state = checkpoint.chainer_to_torch(serializer.target).state

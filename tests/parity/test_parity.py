@@ -196,6 +196,17 @@ def unlike() -> Any:
     return torch_model, chainer_model, x
 
 
+def two_samples() -> Any:
+    torch_model, chainer_model, x = unlike()
+    return torch_model, chainer_model, x[:2]
+
+
+def test_two_samples_are_refused() -> None:
+    require.need("torch", "chainer")
+    with pytest.raises(ValueError, match=r"must have 3 or more samples: got 2 of tests\.parity"):
+        worker.models(SingleProcess(), f"{__name__}:two_samples")
+
+
 def test_a_pair_that_differs_is_found() -> None:
     require.need("torch", "chainer")
     errors = worker.models(SingleProcess(), f"{__name__}:unlike")
