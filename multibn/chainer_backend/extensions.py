@@ -64,7 +64,8 @@ class FinetunePopulationStatistics(training.Extension):
     ValueError
         If `iterator` never ends. By a call, if `target` has no batch normalization link or one
         without a size so far; for `comm` as `check_sync`. On all ranks, if no rank has a batch, or
-        if a rank has none and there are multi-node links.
+        if a rank has none and there are multi-node links; OneValueError, if a multi-node link gets
+        one value per channel, as of a last batch of one sample: let the iterator drop that batch.
     RuntimeError
         By a call, on the other ranks, if one rank's iterator or converter raised.
 
@@ -138,12 +139,10 @@ class FinetunePopulationStatistics(training.Extension):
             yield batch if self._converter is None else self._converter(batch, device)
 
     def _forward(self, arrays: Any) -> None:
-        if isinstance(arrays, tuple):
-            self._function(*arrays)
-        elif isinstance(arrays, dict):
+        if isinstance(arrays, dict):
             self._function(**arrays)
         else:
-            self._function(arrays)
+            self._function(*arrays if isinstance(arrays, tuple) else [arrays])
 
 
 class _Norm:

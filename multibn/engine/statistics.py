@@ -101,10 +101,7 @@ def local_moments(
     expected = tuple(n if k in axis else 1 for k, n in enumerate(x.shape))
     form, kind = (getattr(mask, name, None) for name in ("shape", "dtype"))
     if mask is not None and (form != expected or kind != xp.bool):
-        raise ValueError(
-            f"`mask` must be an array of shape {expected}, for an input of shape {tuple(x.shape)}, "
-            f"and of dtype bool: got shape {form} and dtype {kind}."
-        )
+        raise ValueError(f"`mask` must have shape {expected} and dtype bool: got {form}, {kind}.")
     shape, count, *_ = sizes(x.shape, axis)
     i = Input(x, None, None, 0.0, axis, mask=mask)
     _, count = masks.weigh(i, count, "element")
