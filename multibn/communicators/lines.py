@@ -142,12 +142,11 @@ class Lines:
         """The user has destroyed the group: let go of what the lines hold."""
         self.abandon()
         failed = self.watch.failure is not None
-        if not failed:
-            self.watch.failure = "its process group was destroyed. Give the layer another one."
         self.watch.board = None
         self._open.clear()
         self._buffers.clear()
         if not failed:  # nor in a fork, which has failed
+            self.watch.failure = "its process group was destroyed. Give the layer another one."
             self.transport.free()
         self.transport.close(failed=failed)
 
@@ -207,7 +206,7 @@ def seconds_of_offers(num_ranks: int = 1) -> float:
     """
     # torchrun's name, Open MPI's, that of MPICH and Intel MPI.
     names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    num_ranks = max(num_ranks, *(int(os.environ.get(name, "1")) for name in names))
+    num_ranks = max(num_ranks, *(int(os.environ.get(name) or 1) for name in names))
     # Linux alone says on which cores a process may run.
     cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     return 2e-4 if num_ranks > len(cores) else 0.1

@@ -304,6 +304,7 @@ def test_cores_are_offered_for_long_where_there_are_enough(
     if not can_tell:
         monkeypatch.delattr(os, "sched_getaffinity")
     cores = 3 if can_tell else 4
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "")
     assert seconds_of_offers(cores) == 0.1
     assert seconds_of_offers(cores + 1) == 2e-4
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "5")
