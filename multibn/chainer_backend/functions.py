@@ -35,8 +35,7 @@ def normalize(i: Input, communicator: Communicator, /, *, weighting: Weighting) 
     function.needed = chainer.config.enable_backprop and any(
         getattr(v, "requires_grad", False) for v in arrays
     )
-    (y,) = function.apply(arrays)
-    return y
+    return function.apply(arrays)[0]
 
 
 def check_input(
@@ -160,8 +159,7 @@ class BatchNormalization(FunctionNode):
             return F.broadcast_to(F.reshape(v, broadcastable), x.shape)
 
         def sums(*terms: Variable) -> Sequence[Variable]:
-            (summed,) = _AllReduce(self.communicator).apply((F.stack(terms),))
-            return F.separate(summed)
+            return F.separate(_AllReduce(self.communicator).apply((F.stack(terms),))[0])
 
         e = float(self.batch.element_weight)
         # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.

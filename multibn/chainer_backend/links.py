@@ -347,8 +347,7 @@ def _name(link: chainer.Link | None) -> str:
 
 def _wrapped(comm: CommunicatorLike, communication_backend: str) -> Communicator:
     communicator = as_communicator(comm)
-    if not isinstance(communicator, ChainerMN):
-        select_backend(type(comm), communication_backend)
-    elif communication_backend != "auto":
+    if isinstance(communicator, ChainerMN) and communication_backend != "auto":
         return ChainerMN(communicator.comm, communication_backend)
+    select_backend(type(comm), communication_backend)
     return communicator

@@ -118,10 +118,9 @@ class Phase(Forwarding):
     _summed_prints: memoryview
     _sent_tail: memoryview
 
-    def __init__(
-        self, layer: Conversation, phase: str, dtype: Any, needs_gradient: bool, finetune: bool
-    ) -> None:
+    def __init__(self, layer: Conversation, phase: str, dtype: Any, *facts: bool) -> None:
         self.wrapped = layer
+        needs_gradient, finetune = facts
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"

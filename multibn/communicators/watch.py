@@ -341,7 +341,7 @@ class Watch:
         self._publish("failed", "", message)
 
     def _describe(self, text: str, ranks: list[int], how: str = "") -> str:
-        # A layer's phase, whose text is by now that of the call that is under way.
+        # The text of a layer's phase is by now that of the call under way.
         last = "the call before" if text == str(self._last) else self._last
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {last}"
         if not self._peers:

@@ -133,9 +133,8 @@ class Pass(Taping):
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
     """The input among a layer's arguments, where callers may name options before the input."""
-    if args:
-        return args[0]
-    return next((v for name, v in kwargs.items() if name not in _OPTIONS), None)
+    named = [v for name, v in kwargs.items() if name not in _OPTIONS]
+    return next(iter((*args, *named)), None)
 
 
 @contextmanager

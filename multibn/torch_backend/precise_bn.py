@@ -272,10 +272,8 @@ class _WatchedNorm:
         self.estimator: Population | _MeanOfVar | None = None
         if self.tracking:
             like = self.tracking[0].running_mean
-            is_population = estimator == "population"
-            self.estimator = (
-                Population(like) if is_population else _MeanOfVar(like, self.communicator)
-            )
+            exact = estimator == "population"
+            self.estimator = Population(like) if exact else _MeanOfVar(like, self.communicator)
 
     @contextmanager
     def watched(self, run: Pass) -> Iterator[None]:
