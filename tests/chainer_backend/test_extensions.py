@@ -14,6 +14,7 @@ from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
     step_statistics,
 )
+from multibn.engine.statistics import OneValueError
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
@@ -55,6 +56,12 @@ def test_links_without_data_stay() -> None:
     assert_population(model[0], batches())
     assert (model[0].N, model[1].N) == (3, 0)
     np.testing.assert_array_equal(model[1].avg_var, 0)
+
+
+def test_a_last_batch_of_one_sample_is_an_error_of_multi_node_links() -> None:
+    data = [np.ones((3, C)), np.ones((1, C))]
+    with pytest.raises(OneValueError, match=r"needs more than 1 value .* drop the last one, or"):
+        finetune(data, shared())
 
 
 def test_a_step_of_step_statistics_stands_aside() -> None:
