@@ -121,7 +121,8 @@ class Lines:
 
     def exchange(self, buffer: HostArray, place: str, text: object) -> None:
         """Sum what stands in a `buffer` over the ranks, in place. Collective."""
-        self.watch.check(text)  # before the buffers, which `release` lets go of
+        if self.watch.failure is not None:  # before the buffers, which `release` lets go of
+            self.watch.check(text)
         self.watch.wait(self._buffers[buffer.size][1], place, text)
 
     def disown(self) -> None:

@@ -29,14 +29,13 @@ from multibn.kernels.layout import sizes_in_memory
 _NOTHING = nullcontext()
 
 
+# The dispatch mode in which make_fx writes operations down. Compiled code cannot ask for a mode.
+MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
+
+
 def is_transformed() -> bool:
     """Whether torch.func transforms this call, or forward mode may have tangents for its inputs."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def is_written_down() -> bool:
-    """Whether make_fx writes down the operations of this call. Not for compiled code."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
@@ -224,7 +223,11 @@ class _AllReduce(torch.autograd.Function):
 
 def _checked(x: Tensor, num_ranks: int) -> Tensor:
     """`x`, unless torch hides its numbers, or those of a tangent, from the layer."""
-    if is_transformed() or is_written_down() or torch._C._functorch.is_legacy_batchedtensor(x):
+    if (
+        is_transformed()
+        or torch._C._get_dispatch_mode(MAKE_FX)
+        or torch._C._functorch.is_legacy_batchedtensor(x)
+    ):
         raise NotImplementedError(
             "torch.func, make_fx, forward mode, `vectorize=True` in torch.autograd.functional and "
             "`is_grads_batched=True` in torch.autograd.grad work for a layer of one process: got "

@@ -184,7 +184,7 @@ def forward(
         check_options(i)
     except (TypeError, ValueError) as error:
         refuse(error, i.x, num_channels, communicator)
-    if autograd.is_transformed() or autograd.is_written_down():
+    if autograd.is_transformed() or torch._C._get_dispatch_mode(autograd.MAKE_FX):
         run = autograd.differentiable_forward
     result: tuple[Tensor, BatchStatistics] = run(i, communicator, weighting=weighting)
     return result
