@@ -57,7 +57,7 @@ def check_input(
     """
     if axis is None:
         axis = statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + len(channels)))
-    array, like, types = chainer.as_array(x), np.zeros(()), chainer.get_array_types()
+    array, like, types = chainer.as_array(x), None, chainer.get_array_types()
     try:
         if not isinstance(array, types):
             kind = type(x).__qualname__ + " without an array" * (array is not x)
@@ -80,6 +80,7 @@ def check_input(
             check_residual(residual, x, (Variable, *types), "a Variable or an array")
         return axis, masks.checked(array, mask, lengths, axis=axis)
     except (TypeError, ValueError) as error:
+        like = np.zeros(()) if like is None else like
         statistics.refuse(communicator, math.prod(channels), like=like, error=error)
         raise
 
