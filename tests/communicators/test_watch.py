@@ -391,3 +391,9 @@ def test_a_timeout_is_a_positive_number_of_seconds(monkeypatch: pytest.MonkeyPat
             match=f"MULTIBN_TIMEOUT must be a positive number of seconds: got '{wrong}'",
         ):
             check_timeout()
+
+
+def test_a_wait_takes_no_core() -> None:
+    used = time.thread_time()
+    assert not poll(lambda: False, 0.2)
+    assert time.thread_time() - used < 0.05

@@ -1,6 +1,7 @@
 """The compiled passes of host memory: any number of threads, processes that fork, processors."""
 
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,6 +31,16 @@ from tests.kernels.test_passes import mask_of  # noqa: E402
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, v in expected.items():
         np.testing.assert_array_equal(found[name], v, err_msg=name)
+
+
+@pytest.mark.parametrize("asked, n", [("3", 3), ("5,2", 5), ("0", 1), ("", 7), ("many", 7)])
+def test_without_torch_the_environment_says_how_many(
+    asked: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert host.num_threads() == n
 
 
 # The first is large enough to leave past the caches, and a thread's third of it is not.
