@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.engine.synchrony import check_equal
+from multibn.engine.synchrony import check_equal, largest_group
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
 
@@ -64,3 +65,15 @@ def test_a_layer_alone_has_a_name() -> None:
             check_equal({"w": np.zeros(1)}, world, options=options)
 
     run_ranks(2, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_processes_without_a_group_are_refused(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMI_SIZE", str(size))
+    if size == 1:
+        assert isinstance(largest_group([], parameter="comm"), SingleProcess)
+        return
+    with pytest.raises(ValueError, match=r"`comm` must say .* started 2 processes \(PMI_SIZE=2\)"):
+        largest_group([SingleProcess()], parameter="comm")

@@ -95,6 +95,7 @@ def test_a_converted_layer_is_converted_anew() -> None:
         assert convert_sub_batchnorm(model, num_splits, strict=True)[0] is layer
         assert isinstance(layer.process_group, SingleProcess)
         assert options_of(layer)["num_splits"] == num_splits
+        assert f", num_splits={num_splits})" in repr(layer)
         assert layer.nonfinite == "skip"
         assert relative_error(model(x).detach(), expected(x, num_splits)) < 1e-5
     convert_sync_batchnorm(model, group, strict=True)
