@@ -185,7 +185,9 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
 
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
     i, mean, *_, needs_dx, _ = _gather(*arguments)
-    parameters = [i.x.new_empty(0 if p is None else p.shape) for p in (i.weight, i.bias)]
+    parameters = [
+        i.x.new_empty(0) if p is None else torch.empty_like(p) for p in (i.weight, i.bias)
+    ]
     return parameters + _coefficients_like(i.x, mean, 4 * needs_dx)
 
 

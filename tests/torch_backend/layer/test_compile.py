@@ -12,12 +12,13 @@ from tests.helpers import require
 require.need("torch")
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, fx, nn  # noqa: E402
 from torch._decomp import core_aten_decompositions  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
 from torch._inductor.utils import run_and_get_code  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.parity import oracle  # noqa: E402
@@ -173,6 +174,40 @@ def test_relus_save_no_booleans(fuse_relu: bool) -> None:
     block(x).sum().backward()
     assert torch.float32 in saved
     assert torch.bool not in saved
+
+
+class Compared(fx.Interpreter):
+    """Runs a graph, whose tensors must be as inductor was told: its code takes them so."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        told, found = (
+            [
+                (t.dtype, t.shape, t.stride())
+                for t in pytree.tree_leaves(values)
+                if isinstance(t, Tensor) and t.numel()  # a token of an effect has no numbers
+            ]
+            for values in (node.meta.get("val", result), result)
+        )
+        assert told == found, node.format_node()
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"bias": False}], ids=str)
+def test_operators_give_what_the_compiler_was_told(dtype: Any, options: Any) -> None:
+    """With parameters in float32, as in mixed precision."""
+
+    def compile_graph(graph: Any, _: Any) -> Any:
+        return make_boxed_func(Compared(graph).run)
+
+    layer = SyncBatchNorm(3, process_group=SingleProcess(), **options)
+    call = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=compile_graph))
+    x = torch.randn(4, 3, 5, 5).to(dtype)
+    mask = torch.rand(4, 5, 5) < 0.8
+    for given in ({}, {"mask": mask}, {"residual": x + 1}):
+        y = call(x.clone().requires_grad_(), **given)
+        y.backward(torch.ones_like(y))
 
 
 def test_compiled_code_keeps_its_digits_at_a_high_mean() -> None:
