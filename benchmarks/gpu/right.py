@@ -137,6 +137,7 @@ def test_modes(communicator: Communicator) -> None:
     call = torch.compile(compiled_layer, **options)
     for _ in range(3):  # torch compiles, records, and replays
         x, dy = _on_device(every[0])
+        compiled_layer.zero_grad()  # gradients are in the graph's memory
         call(x).backward(dy)
     compiled_layer.reset_running_stats()
     compiled_layer.zero_grad()

@@ -71,12 +71,12 @@ def as_numpy(v: Any, dtype: str | None = None) -> Any:
 
 
 def as_torch(v: Any, dtype: str | None = None) -> Any:
-    """The same memory as a tensor, if it is to be of the same dtype; None stays."""
+    """The same memory as a tensor, if it is to be of the same dtype; None and tensors stay."""
     require.need("torch")
     import torch
 
-    if v is None:
-        return None
+    if v is None or isinstance(v, torch.Tensor):
+        return v
     return torch.from_numpy(np.asarray(v)).to(DEVICE, getattr(torch, dtype) if dtype else None)
 
 

@@ -26,6 +26,7 @@ from tests.kernels.passes import (
     exact,
     last,
     layer,
+    others,
     passes,
     statistics,
 )
@@ -40,6 +41,13 @@ orders = pytest.mark.parametrize("order", [np.asarray, last], ids=["NCHW", "chan
 def _afresh() -> None:
     GENERATOR.manual_seed(0)
     cuda._plan_of.cache_clear()  # of what other tests changed the constants to
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the interpreter has: how work is divided depends on their number."""
+    properties = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.fixture
@@ -94,6 +102,7 @@ def test_planes_that_begin_inside_of_vectors_are_read_by_vectors(dtype: str) -> 
 
 @orders
 @pytest.mark.parametrize("mask", [None, "ends"])
+@pytest.mark.usefixtures("one_multiprocessor")
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
 def test_several_splits_of_several_tiles(
     order: Any, mask: Any, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +121,7 @@ def test_several_splits_of_several_tiles(
     check(cuda, i, dy)
 
 
+@pytest.mark.usefixtures("one_multiprocessor")
 def test_a_first_tile_unlike_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean, which centres the others, is then a poor one."""
     monkeypatch.setattr(cuda, "_SUMS", 1)
@@ -264,8 +274,10 @@ def test_cupy_arrays(order: Any, cupy: Any, launched: list[str]) -> None:
 
 
 @on_gpu
-def test_capture_in_a_graph() -> None:
+def test_capture_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     i, dy = layer((8, 16, 14, 14), relu=True, residual=True)
+    received = [as_torch(v) for v in others(16)]  # no copy from the host in the graph
+    monkeypatch.setattr("tests.kernels.passes.others", lambda C: received)
     batch = statistics(i)
 
     def results() -> list[Any]:
