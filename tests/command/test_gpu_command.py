@@ -160,3 +160,28 @@ def test_goals_are_of_what_was_measured() -> None:
         "host time / nn.SyncBatchNorm's": (1.4, 1.3),
     }
     assert command.goals({**results, "stand_ins": True}) == []
+
+
+def test_the_page_has_the_times_that_are_committed() -> None:
+    results = json.loads((launch.ROOT / "benchmarks/results/h200.json").read_text())["fast"]
+    page = " ".join((launch.ROOT / "docs/limits.md").read_text().split())
+    layers: dict[str, list[float]] = {}
+    host, added, eager = [], [], {}
+    for row in command._times(results):
+        setting, of_peer = (*row["shape"], row["dtype"], row["layout"]), command._ratio(row)
+        if row["time"].startswith("a layer's"):
+            layers.setdefault("x".join(map(str, row["shape"])), []).append(of_peer)
+            eager[setting] = row["microseconds"]["multibn"]
+        elif row["time"].startswith("a compiled"):
+            added.append(row["microseconds"]["multibn"] - eager[setting])
+        elif row["time"].startswith("host"):
+            host.append(of_peer)
+        else:
+            network = [f"{us / 1e3:.0f} ms" for us in row["microseconds"].values()]
+    for shape, (nchw, last, nchw16, last16) in layers.items():
+        ratios = (f"{ratio:.2f}" for ratio in (nchw, nchw16, last, last16))
+        assert f"| {shape} | {' | '.join(ratios)} |" in page
+    assert f"takes {min(host):.2f} to {max(host):.2f} times as long" in page
+    assert f"takes {min(added):.0f} to {max(added):.0f} us more" in page
+    ours, peer, local = network
+    assert f"takes {ours} with multibn, {peer} with nn.SyncBatchNorm, and {local}" in page

@@ -16,7 +16,7 @@ def test_it_is_short() -> None:
 
 def test_the_gpu_comes_before_the_first_code() -> None:
     first, second, *_ = (part for part in RENDERED.split("\n\n")[1:] if part.strip())
-    assert "not yet run on a GPU" in first + second
+    assert "one H200 has run it so far" in first + second
 
 
 def test_each_row_of_the_comparison_has_tests() -> None:
