@@ -5,7 +5,7 @@ from torch import Tensor
 
 from benchmarks.timing import Measured, Step, take_turns
 from multibn import Communicator
-from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, published_rev_mvit
+from multibn.torch_backend.reversible import RevMViT, RevMViTConfig
 from multibn.torch_backend.reversible.engine import Mode
 
 
@@ -29,10 +29,10 @@ def measure_time(
 
 
 def make(name: str, pixels: int, mode: Mode) -> RevMViT:
-    """A published model by its name, or a ViT of width 192: "12 blocks"."""
+    """The model of a published config by its name, or a ViT of width 192: "12 blocks"."""
     torch.manual_seed(0)
     if not name.endswith(" blocks"):
-        return published_rev_mvit(name, mode=mode)  # type: ignore[arg-type]
+        return RevMViT.from_config(f"tests/data/{name}.yaml", mode=mode)
     config = RevMViTConfig(
         crop_size=pixels, num_frames=1, num_classes=10, head_dropout_rate=0.0, patch_2d=True,
         patch_kernel=(16, 16), patch_stride=(16, 16), patch_padding=(0, 0), embed_dim=192,

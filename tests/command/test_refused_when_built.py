@@ -145,15 +145,11 @@ def _reversible() -> dict[Call, Call]:
 
     blocks: Any = [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
     small = rev.RevMViTConfig(depth=1, embed_dim=16)
-    stages = ("dim_mul", "head_mul", "pool_q_stride", "buffer_layers")
-    sizes: dict[str, Any] = {"depth": 1, "embed_dim": 16, "num_heads": 1}
-    sizes |= dict.fromkeys(stages, ())
     return {
         rev.ReversibleSequence: partial(rev.ReversibleSequence, blocks),
         rev.RevMViTConfig: rev.RevMViTConfig,
         rev.RevMViT: partial(rev.RevMViT, small),
         rev.ReversibleMViT: partial(rev.ReversibleMViT, small),
-        rev.published_rev_mvit: partial(rev.published_rev_mvit, name="rev_vit_s", **sizes),
     }
 
 

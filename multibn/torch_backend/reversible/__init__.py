@@ -4,4 +4,3 @@ from multibn.torch_backend.reversible.engine import ReversibleSequence as Revers
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig as RevMViTConfig
 from multibn.torch_backend.reversible.mvit.model import ReversibleMViT as ReversibleMViT
 from multibn.torch_backend.reversible.mvit.model import RevMViT as RevMViT
-from multibn.torch_backend.reversible.mvit.model import published_rev_mvit as published_rev_mvit
