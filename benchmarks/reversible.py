@@ -1,5 +1,7 @@
 """The time that reversible blocks take to run F and G again."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,8 @@ from benchmarks.timing import Measured, Step, take_turns
 from multibn import Communicator
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig
 from multibn.torch_backend.reversible.engine import Mode
+
+DATA = Path(__file__).parents[1] / "tests/data"
 
 
 def measure_time(
@@ -32,7 +36,7 @@ def make(name: str, pixels: int, mode: Mode) -> RevMViT:
     """The model of a published config by its name, or a ViT of width 192: "12 blocks"."""
     torch.manual_seed(0)
     if not name.endswith(" blocks"):
-        return RevMViT.from_config(f"tests/data/{name}.yaml", mode=mode)
+        return RevMViT.from_config(DATA / f"{name}.yaml", mode=mode)
     config = RevMViTConfig(
         crop_size=pixels, num_frames=1, num_classes=10, head_dropout_rate=0.0, patch_2d=True,
         patch_kernel=(16, 16), patch_stride=(16, 16), patch_padding=(0, 0), embed_dim=192,

@@ -131,7 +131,7 @@ def check_statistics_of_fewer_ranks_stay_in_the_broadcast(world: Communicator) -
 
 
 def check_torchs_own_join_is_refused(world: Communicator) -> None:
-    """It would abort the process; an error on every rank, and the ranks go on in step."""
+    """torch's join would abort the process: an error on every rank, and the ranks go on in step."""
     model = DistributedDataParallel(convert_sync_batchnorm(_Net()))
     for options, message in (
         ({}, r"over 2 ranks\. Use multibn\.torch_backend\.join, or join\("),

@@ -4,7 +4,7 @@ import ast
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_origin, get_type_hints
 
@@ -249,7 +249,7 @@ class RevMViTConfig:
         cfg
             Path of a yaml file (needs PyYAML), or such a config as a dict, a yacs CfgNode or an
             OmegaConf config. Missing keys have SlowFast's defaults; keys outside MVIT that do not
-            concern the model are ignored.
+            concern the model are ignored. Or a `RevMViTConfig`.
         **options
             Fields that replace those of `cfg`.
 
@@ -264,6 +264,8 @@ class RevMViTConfig:
         UserWarning
             If MVIT.CLS_EMBED_ON is True, as in a published file: the model has no cls token.
         """
+        if isinstance(cfg, cls):
+            return replace(cfg, **options)
         if isinstance(cfg, str | Path):
             import yaml  # an optional dependency
 

@@ -24,7 +24,7 @@ class ReversibleMViT(ReversibleSequence):
     Parameters
     ----------
     config
-        A `RevMViTConfig`, or an argument of `RevMViTConfig.from_slowfast`.
+        A `RevMViTConfig`, or another argument of `RevMViTConfig.from_slowfast`.
     model
         SlowFast's argument, the surrounding module. Not read: `config` says all that it says.
 
@@ -54,8 +54,7 @@ class ReversibleMViT(ReversibleSequence):
     """
 
     def __init__(self, config: Any, model: Any = None) -> None:
-        if not isinstance(config, RevMViTConfig):
-            config = RevMViTConfig.from_slowfast(config)
+        config = RevMViTConfig.from_slowfast(config)
         super().__init__((), mode=config.mode, tied_drop_path=config.drop_path_mode == "whole")
         layers = plan(config)
         kinds = {True: StageTransitionBlock, False: ReversibleBlock}
@@ -150,8 +149,8 @@ class RevMViT(nn.Module):
     Parameters
     ----------
     config
-        The options. A depth without `buffer_layers` is a reversible ViT. `rev_backbone.mode`
-        changes its mode.
+        As of `ReversibleMViT`. A depth without `buffer_layers` is a reversible ViT.
+        `rev_backbone.mode` changes its mode.
 
     Raises
     ------
@@ -180,9 +179,9 @@ class RevMViT(nn.Module):
     torch.Size([4, 10])
     """
 
-    def __init__(self, config: RevMViTConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = RevMViTConfig.from_slowfast(config)
         dim = config.embed_dim
         t, h, w = patch_grid(config)
         if config.use_fixed_sincos_pos:
