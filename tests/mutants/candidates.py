@@ -80,7 +80,8 @@ def _changes(node: Any, source: str, starts: list[int]) -> Iterator[tuple[str, i
         yield kind, *at(node), str(not value if isinstance(value, bool) else value + 1)
     elif isinstance(node, ast.Call) and len(node.args) > 1:
         (a, b), (c, d) = map(at, node.args[:2])
-        if "*" not in (source[a], source[c]) and source[a:b] != source[c:d]:
+        of_either_order = getattr(node.func, "id", "") in ("max", "min")
+        if "*" not in (source[a], source[c]) and source[a:b] != source[c:d] and not of_either_order:
             yield kind, a, d, source[c:d] + source[b:c] + source[a:b]
     elif isinstance(node, ast.Raise | ast.AugAssign | ast.Delete) or (
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
