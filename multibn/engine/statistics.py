@@ -19,6 +19,7 @@ layers use a communicator (see `multibn.message`), of 2C+2 forward and 2C backwa
 Nothing here makes a GPU wait for the host, except where a rank holds at most one value per channel.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -160,8 +161,8 @@ def total(
 ) -> BatchStatistics:
     """The statistics of all ranks' payloads, see `multibn.message`. Collective."""
     summed, xp = communicator.allreduce(payload), array_namespace(payload)
-    sample = xp.zeros((1, *shape), dtype=payload.dtype, device=device(payload))
-    i = Input(sample, None, None, 1.0, (0,))  # the kernels want one, whose output nobody reads
+    sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # the kernels normalize, too
+    i = Input(sample, None, None, 1.0, (0,))
     _, batch, state = kernels.select(payload).finish_forward(i, summed, weight, count)
     if state in (REFUSED, NOT_FINITE):
         raise_for(state, communicator, summed, summed)

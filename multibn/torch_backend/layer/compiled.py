@@ -141,7 +141,9 @@ def _up_to_elements(x: Tensor) -> Any:
     kernels = select(x)
 
     def finish_forward(i: Input, *summed: Any) -> Any:
-        batch, state = generic.unpack_for(i, *summed)
+        # Of a single sample: the kernels normalize, too.
+        sample = x.new_zeros([1 if k in i.axis else n for k, n in enumerate(x.shape)])
+        _, batch, state = kernels.finish_forward(i._replace(x=sample, mask=None), *summed)
         return generic.output_coefficients(i, batch), batch, state
 
     return SimpleNamespace(
