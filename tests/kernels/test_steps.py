@@ -66,6 +66,14 @@ def test_messages_of_other_strides_and_dtypes_are_read(kernels: Any, kind: str, 
     assert [exact(v).tolist() for v in found] == [[1, 2], [2, 2], 4, 0.25]
 
 
+@libraries
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_a_number_may_be_an_array(kernels: Any, dtype: str, of: Any) -> None:
+    summed = of(np.array([2.0, 4.0, 6.0, 12.0, 2.0, 4.0]))
+    found, _ = finish(kernels, summed, of(np.asarray(3.0, dtype)), 2.0, of=of)
+    assert exact(found.element_weight).tolist() == 0.75
+
+
 @host_memory
 @libraries
 def test_a_message_tells_what_is_not_finite_or_refused(kernels: Any, of: Any) -> None:
