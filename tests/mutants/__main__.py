@@ -29,8 +29,10 @@ CHECKS, LAUNCHES = 60.0, 4  # on ranks, at most
 FEW = 20  # tests that run a line; those of a cached function may all read what one has computed
 LIMIT = 900.0  # seconds for a run of pytest, on a busy machine
 # A process in which Triton reads at its import that it interprets.
-INTERPRETED = ["-m", "pytest", "-x", "-q", "tests/kernels/test_steps.py"]
-INTERPRETED += [f"tests/kernels/triton_{name}.py" for name in ("steps", "passes")]
+INTERPRETED = ["-m", "pytest", "-x", "-q"]
+INTERPRETED += [
+    f"tests/kernels/{kind}_{of}.py" for of in ("steps", "passes") for kind in ("test", "triton")
+]
 ENDS = ["killed", "survived", "never run", "equivalent", "not built"]
 
 
