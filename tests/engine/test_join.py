@@ -56,6 +56,16 @@ def test_no_batch_at_all_is_an_error_on_all_ranks() -> None:
     run_ranks(2, steps)
 
 
+def test_a_loop_that_was_left_tells_the_others_once() -> None:
+    world = CountingCommunicator(SingleProcess())
+    steps = Lockstep([1, 2, 3], world, source="the data")
+    next(steps)
+    steps.leave()
+    steps.leave()
+    assert next(steps, None) is None
+    assert len(world.messages) == 2
+
+
 def test_the_mean_leaves_stand_ins_out() -> None:
     def means(world: Communicator) -> list[tuple[bool, float]]:
         counting = CountingCommunicator(world)

@@ -33,13 +33,16 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_array_equal(found[name], v, err_msg=name)
 
 
-@pytest.mark.parametrize("asked, n", [("3", 3), ("5,2", 5), ("0", 1), ("", 7), ("many", 7)])
+@pytest.mark.parametrize(
+    "asked, cores, n",
+    [("3", 7, 3), ("5,2", 7, 5), ("0", 7, 1), ("", 7, 7), ("many", 7, 7), ("", None, 1)],
+)
 def test_without_torch_the_environment_says_how_many(
-    asked: str, n: int, monkeypatch: pytest.MonkeyPatch
+    asked: str, cores: int | None, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert host.num_threads() == n
 
 
