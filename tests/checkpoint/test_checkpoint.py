@@ -275,7 +275,7 @@ def test_unknown_keys_are_refused_or_left_out() -> None:
     with pytest.raises(CheckpointError, match=r"'k0', 'k1', .* 'k4', 'k5' and 2 more have none"):
         chainer_to_torch(many)
     del many["k6"], many["k7"]
-    with pytest.raises(CheckpointError, match="'k0', 'k1', .* 'k4', 'k5' have none"):
+    with pytest.raises(CheckpointError, match=r"'k0', 'k1', .* 'k4', 'k5' have none"):
         chainer_to_torch(many)
     lstm = nn.LSTM(2, 3).state_dict()
     with pytest.raises(CheckpointError, match="'weight_ih_l0', 'weight_hh_l0', 'bias_ih_l0'"):
