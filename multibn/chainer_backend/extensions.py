@@ -7,7 +7,6 @@ and gives small batches the weight of large ones. Here the population is exact.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -155,11 +154,8 @@ class _Norm:
         is_multi_node = isinstance(link, MultiNodeBatchNormalization)
         self.communicator: Communicator = link.conversation if is_multi_node else SingleProcess()
 
-    def visit(self, *args: Any, **kwargs: Any) -> None:
-        if self.communicator.size > 1:
-            self.link(*args, **kwargs)
-        else:  # no other rank waits, and Chainer's own link refuses an empty batch
-            self.num_calls += 1
+    def count(self) -> None:
+        self.num_calls += 1
 
     def write(self, mean: Any, var: Any, /) -> None:
         self.link.avg_mean[...] = mean
@@ -201,11 +197,8 @@ class _Watch(chainer.LinkHook):
         except (TypeError, ValueError):
             return  # the link will raise, and tell the other ranks
         x = chainer.as_array(x)
-        norm.num_calls += 1
-        shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))
-        empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)
-        kwargs = {k: v for k, v in args.kwargs.items() if k == "finetune"}
-        self._run.repeat(partial(norm.visit, empty, *args.args[1:], **kwargs))
+        norm.count()
+        self._run.repeat(norm.count)
         if isinstance(norm.link, L.BatchNormalization):
             norm.estimator.add(norm.estimator.sums_of(x, axis=axis))
 

@@ -3,18 +3,20 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypeAlias
 
-from multibn._arrays import array_namespace, is_on_host
+from multibn._arrays import array_namespace, device, is_on_host
 from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators.outcomes import layer_of
 from multibn.engine.lockstep import END, Lockstep
 from multibn.engine.population import PopulationEstimator, running_variance
-from multibn.engine.recompute import Taping
+from multibn.engine.recompute import Taping, is_recording
 from multibn.engine.statistics import BatchStatistics, reduced_axes
+from multibn.engine.step import forward as layer_forward
 
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Array, Array, Any]
@@ -37,8 +39,9 @@ class Pass(Taping):
     `layers` are all that share statistics or have running statistics: each has a `communicator`, an
     `estimator` as `Population` or None, and `write(mean, var)`. The inputs of the layers of this
     package are those of their messages; the backends add those of the frameworks' own layers. A
-    rank without a batch repeats the visits of its last batch, for which the other ranks' layers
-    wait. `title` is of the progress bar; messages call what gives the batches `source`.
+    rank without a batch sends the messages of its last batch, without data, for which the other
+    ranks' layers wait. `title` is of the progress bar; messages call the source of batches
+    `source`.
     """
 
     def __init__(
@@ -55,11 +58,20 @@ class Pass(Taping):
         self._by_options = {of.options: layer for of, layer in conversations if of is not None}
 
     def repeat(self, visit: Callable[[], object]) -> None:
-        """Note a call of a layer that other ranks wait for; `visit` has an empty batch."""
+        """Note a function, to be called in each step for which this rank has no batch."""
         self._visits.append(visit)
 
     def keep(self, batch: BatchStatistics, i: Any, communicator: Any) -> None:
         """Add the input of a layer's message, unless the layer has skipped the batch."""
+        if i is None:  # the pass runs again, without messages
+            return
+        if communicator.size > 1:
+            shape = tuple(0 if k == i.axis[0] else n for k, n in enumerate(i.x.shape))
+            x = array_namespace(i.x).empty(shape, dtype=i.x.dtype, device=device(i.x))
+            empty = i._replace(x=x, mask=None, residual=None, running=None)
+            needed = is_recording()  # as layers without gradients say
+            message = partial(layer_forward, weighting="element", needs_gradient=needed)
+            self.repeat(partial(message, empty, communicator))
         found = layer_of(communicator)
         layer = self._by_options.get(found and found.options)
         if layer is None:

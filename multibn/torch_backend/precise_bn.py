@@ -33,7 +33,7 @@ from multibn.torch_backend.layer.autograd import without_autocast
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 from multibn.torch_backend.layer.synchronized import Synchronized
 from multibn.torch_backend.train.synchrony import participants
-from multibn.torch_backend.train.uneven import map_tensors, tensors_in
+from multibn.torch_backend.train.uneven import tensors_in
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 
@@ -278,12 +278,10 @@ class _WatchedNorm:
     @contextmanager
     def watched(self, run: Pass) -> Iterator[None]:
         """Note each call in `run`, and add the inputs of torch's own layers."""
-        is_shared = self.communicator.size > 1
         is_own, own_forward = isinstance(self.module, Synchronized), self.module.forward
         of_torch = type(self.module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
         has_own = not (is_own or of_torch or "forward" in vars(self.module))
-        # An empty batch needs no mask; a forward pass of a class's own may need its arguments.
-        dropped = () if hasattr(self.module, "own_forward") else ("mask", "lengths")
+        repeats = self.communicator.size > 1 and not is_own  # nn.SyncBatchNorm
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
@@ -291,9 +289,8 @@ class _WatchedNorm:
                 return
             if not (is_own or has_own):
                 self.add(x)
-            if is_shared:
-                options = {k: v for k, v in kwargs.items() if k not in dropped}
-                run.repeat(_call_with_no_sample(module, x, args, options))
+            if repeats and isinstance(x, Tensor):
+                run.repeat(partial(module, x.new_empty((0, *x.shape[1:]))))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with _Seeing(self) as seeing:
@@ -346,19 +343,6 @@ class _Seeing(TorchFunctionMode):
             self.layer.add(given["input"])
             self.has_seen = True
         return func(*args, **kwargs or {})
-
-
-def _call_with_no_sample(
-    module: nn.Module, x: Any, args: tuple[Any, ...], options: dict[str, Any]
-) -> Callable[[], object]:
-    """A call of `module` as one with the input `x` was, with no sample in any of its tensors."""
-    size = next((t.shape[:1] for t in tensors_in(x)), None)
-
-    def shorten(t: Tensor) -> Tensor:
-        return t.new_empty((0, *t.shape[1:])) if t.shape[:1] == size else t
-
-    args, options = map_tensors(shorten, (args, options))
-    return partial(module, *args, **options)
 
 
 def _layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[_WatchedNorm]:

@@ -87,7 +87,6 @@ class _OwnForward(_Derived):
     """A layer that calls batch norm and does something of its own before or after."""
 
     converted_from: type[_BatchNorm]
-    own_forward = True  # for `update_bn_stats`
     _shares = False  # whether a forward pass has called batch norm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,6 +141,29 @@ def check_a_rank_without_data_repeats_calls_of_any_arguments(world: Communicator
 
     _precise(nn.ModuleList([own]), _loader(world.rank), world, forward_fn=forward)
     xs = np.concatenate([s * x for r in range(world.size) for x in _batches(r) for s in (2, 3)])
+    mean, var = _running(own)
+    np.testing.assert_allclose(mean, xs.mean(0), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(var, xs.var(0, ddof=1), rtol=1e-10)
+
+
+def check_a_rank_without_data_finds_none_in_arguments(world: Communicator) -> None:
+    """Neither in an object, nor in a table that is as long as the batch by chance."""
+
+    @dataclass
+    class Points:
+        features: torch.Tensor
+
+    class OfPoints(nn.BatchNorm1d):
+        def forward(self, points: Points, table: Any) -> Any:  # type: ignore[override]
+            return super().forward(points.features) * table[0]
+
+    def forward(model: Any, points: Points) -> None:
+        model[0](points, torch.ones(len(points.features)))
+
+    own = convert_sync_batchnorm(OfPoints(C, dtype=torch.float64), world)
+    loader = map(Points, _loader(world.rank))
+    _precise(nn.ModuleList([own]), loader, world, forward_fn=forward)
+    xs = np.concatenate([x for r in range(world.size) for x in _batches(r)])
     mean, var = _running(own)
     np.testing.assert_allclose(mean, xs.mean(0), rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(var, xs.var(0, ddof=1), rtol=1e-10)
