@@ -1,6 +1,7 @@
 """Loops in step, over ranks as threads, and what stands in for a missing batch."""
 
 from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.utils.rnn import pack_sequence  # noqa: E402
 
 from multibn.torch_backend import join  # noqa: E402
 from multibn.torch_backend.train.uneven import Joined  # noqa: E402
@@ -102,6 +104,15 @@ def test_an_empty_batch_has_the_structure_of_a_batch() -> None:
     assert (empty.a[1]["x"].dtype, empty.a[1]["name"]) == (torch.int32, "n")
     assert empty.b["scalar"] == 1
     assert x.shape == batch.a[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "other", [np.ones(2), SimpleNamespace(x=torch.ones(2)), pack_sequence([torch.ones(2)])]
+)
+def test_an_object_that_may_hold_samples_is_refused(other: Any) -> None:
+    message = rf"no other object that may hold samples: got {type(other).__name__}\. Pass `empty`"
+    with join(nn.Flatten(), SingleProcess()) as joined, pytest.raises(TypeError, match=message):
+        next(iter(joined([(torch.ones(2), other)])))
 
 
 def test_an_empty_batch_can_be_made_by_the_user() -> None:

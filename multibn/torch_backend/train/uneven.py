@@ -3,10 +3,12 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.lockstep import END, Lockstep
@@ -128,7 +130,8 @@ def join(
         The ranks that take part, as in `check_sync`.
     empty
         Returns an empty batch like its argument, a batch. Default: the first dimension of every
-        tensor in the batch, in tuples, lists and dictionaries too, becomes 0.
+        tensor in the batch, in tuples, lists and dictionaries too, becomes 0; numbers and texts
+        stay, and other objects are a TypeError.
 
     Raises
     ------
@@ -168,31 +171,39 @@ def join(
 
 
 def _empty(batch: Any) -> Any:
+    def empty(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf
+        if isinstance(leaf, (str, bytes, Number, type(None))):
+            return leaf
+        raise _not_emptied("no other object that may hold samples", leaf)
+
     if not any(t.ndim for t in tensors_in(batch)):
-        raise TypeError(
-            "a batch must have a tensor in it, with the samples on its first axis: got "
-            f"{type(batch).__qualname__}. Pass `empty`, a function that returns an empty batch "
-            "like its argument."
-        )
-    return map_tensors(lambda t: t.new_empty((0, *t.shape[1:])) if t.ndim else t, batch)
+        raise _not_emptied("a tensor in it, with the samples on its first axis", batch)
+    return _map_leaves(empty, batch)
+
+
+def _not_emptied(wanted: str, got: Any) -> TypeError:
+    return TypeError(
+        f"a batch must have {wanted}: got {type(got).__qualname__}. Pass `empty`, a function that "
+        "returns an empty batch like its argument."
+    )
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in order, also in tuples, lists and mappings."""
-    found: list[Tensor] = []
-    map_tensors(found.append, batch)
-    return found
+    leaves: list[Any] = []
+    _map_leaves(leaves.append, batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """`batch` with each tensor replaced by `function` of it, also in tuples, lists and mappings."""
-    if isinstance(batch, Tensor):
-        return function(batch)
+def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """`batch` with all that is in its tuples, lists and mappings replaced by `function` of it."""
     if isinstance(batch, MutableMapping):
         mapping = copy.copy(batch)
-        mapping.update({k: map_tensors(function, v) for k, v in batch.items()})
+        mapping.update({k: _map_leaves(function, v) for k, v in batch.items()})
         return mapping
-    if isinstance(batch, (list, tuple)):
-        items = [map_tensors(function, item) for item in batch]
+    if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
+        items = [_map_leaves(function, item) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+    return function(batch)
