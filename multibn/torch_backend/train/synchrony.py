@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -12,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from multibn import message
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.engine.population import pool_running
@@ -153,7 +155,7 @@ def average_gradients(
     Does the work of DistributedDataParallel over any communicator, for example MPI without
     torch.distributed. Call it between backward() and the optimizer's step.
     Collective: every rank must call it, with the same parameters; one allreduce for each dtype
-    and device.
+    and device, and one of two numbers, by which ranks with other parameters are told.
 
     Parameters
     ----------
@@ -171,6 +173,8 @@ def average_gradients(
         If a parameter is sharded.
     ValueError
         For `process_group` as `check_sync`; for an iterator without a parameter left.
+    RuntimeError
+        On all ranks, if shapes, dtypes or needs of gradients differ.
 
     Examples
     --------
@@ -195,19 +199,33 @@ def average_gradients(
                 "`parameters` must not be used up: got an iterator without a parameter left. Pass "
                 "the model, or a list."
             )
-    parameters = [p for p in parameters if p.requires_grad]
+    parameters = list(parameters)
     if dtensors.among(parameters):
         raise TypeError(
             "`parameters` must not be sharded: got a DTensor. FSDP averages gradients by itself: "
             "leave this call out."
         )
     communicator = participants(model, process_group)
+    dtypes = [getattr(p, "grad_dtype", None) or p.dtype for p in parameters]
+    told = [(*p.shape, dtype, p.requires_grad) for p, dtype in zip(parameters, dtypes, strict=True)]
+    v = message.fingerprint(repr(told))
+    total, squares = communicator.allreduce(np.array([v, v * v]))
+    if not message.all_equal(total, squares, communicator.size):
+        raise RuntimeError(
+            "`parameters` must be the same on all ranks, in one order, and the same ones must need "
+            f"gradients: got others on some rank than on rank {communicator.rank}. Build and "
+            "freeze the model alike, and do not pass a set."
+        )
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for p in parameters:
-        alike[p.dtype, p.device].append(p)
-    for group in alike.values():
+    for p, dtype in zip(parameters, dtypes, strict=True):
+        if p.requires_grad:
+            alike[dtype, p.device].append(p)
+    for (dtype, _), group in alike.items():
         gradients = _flatten_dense_tensors(
-            [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
+            [
+                torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to_dense().to(dtype)
+                for p in group
+            ]
         )
         # Divided before the sum, which may overflow in 16 bits.
         mean = communicator.allreduce(gradients / communicator.size)

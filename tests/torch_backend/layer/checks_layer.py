@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -130,6 +131,29 @@ def check_saved_model_loads_without_a_group(world: Communicator) -> None:
         printed = launch.printed("-c", code, interpreter=launch.python(), alone=True)
     if world.size > 2 and world.rank < 2:  # a group of two is not to be found by one process
         assert "Give the layer another communicator" in printed
+
+
+def check_average_gradients_wants_the_same_parameters(world: Communicator) -> None:
+    a, b = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    a.grad, b.grad = torch.ones(2), 100 * torch.ones(2)
+    (b if world.rank == 0 else a).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="`parameters` must be the same on all ranks, in one"):
+        average_gradients([a, b], world)
+    assert [a.grad[0].item(), b.grad[0].item()] == [1, 100]
+
+
+def check_average_gradients_keeps_their_dtypes(world: Communicator) -> None:
+    wide, narrow = (nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
+    wide_dtype = torch.float32 if hasattr(wide, "grad_dtype") else wide.dtype  # new in torch 2.11
+    wide.grad_dtype = wide_dtype
+    narrow.grad = torch.full((2,), float(world.rank), dtype=torch.bfloat16)
+    if world.rank:
+        wide.grad = torch.full((2,), float(world.rank), dtype=wide_dtype)
+    average_gradients([wide, narrow], world)
+    assert wide.grad is not None
+    assert (wide.grad.dtype, narrow.grad.dtype) == (wide_dtype, torch.bfloat16)
+    expected = (world.size - 1) / 2
+    assert [wide.grad[0].item(), narrow.grad[0].item()] == [expected, expected]
 
 
 def check_average_gradients_counts_missing_ones_as_zero(world: Communicator) -> None:
