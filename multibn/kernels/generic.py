@@ -76,7 +76,7 @@ def finish_forward(
     message: the running statistics then stay as they are, and the output may be anything. `summed`
     is on the device of `x` or in host memory, and is not kept: the memory may be the line's.
     """
-    batch, state = unpack_for(i, summed, rank_weight, count)
+    batch, state = _unpack(i, summed, rank_weight, count)
     y = normalize(i, batch)
     if i.running is not None and state == RIGHT:
         move(i.running, *batch[:3], count)
@@ -200,20 +200,6 @@ def local_moments(
     return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
 
 
-def unpack_for(
-    i: Input, summed: Array, rank_weight: float | Array, count: float | Array, /
-) -> tuple[BatchStatistics, int]:
-    """`unpack` for the arguments of `finish_forward`; the state may be `LOST`."""
-    batch, state = unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
-    mean, var, *_ = batch
-    if state == RIGHT and _is_readable(var):
-        xp = array_namespace(var)
-        least = LEAST_SHARES[i.x.dtype != array_namespace(i.x).float64]
-        is_lost = values(mean * mean * least > var + i.eps)
-        state = LOST if bool(xp.any(is_lost)) else RIGHT
-    return batch, state
-
-
 def pack(
     mean: Array, meansqr: Array, weight: Array, count: Array, mark: float = message.NO_MARK, /
 ) -> Array:
@@ -229,13 +215,11 @@ def pack(
     return message.concat([*moments, *numbers])
 
 
-def unpack(
-    summed: Array, shape: tuple[int, ...], rank_weight: Array, count: Array, /
+def _unpack(
+    i: Input, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[BatchStatistics, int]:
-    """The statistics in the sum of all ranks' payloads, and the state of the message.
-
-    Per-channel arrays get `shape`.
-    """
+    """The statistics in the sum of all ranks' payloads, and the state of the message."""
+    summed, shape = _like(summed, i.x), channels(i.x.shape, i.axis)
     xp, found = array_namespace(summed), state(summed, count)
     if found == NOT_FINITE:  # squares of marks overflow
         is_finite = xp.abs(as_wide(summed)) < message.LARGEST_SUM
@@ -243,12 +227,15 @@ def unpack(
     C = math.prod(shape)
     meansqr = summed[C : 2 * C]
     total_weight, total = (
-        xp.reshape(values(summed[2 * C + i]), (-1,))[0]  # the same in all of a batch of vmap
-        for i in (message.WEIGHT, message.COUNT)
+        xp.reshape(values(summed[2 * C + at]), (-1,))[0]  # the same in all of a batch of vmap
+        for at in (message.WEIGHT, message.COUNT)
     )
     divisor = xp.where(total_weight == 0.0, xp.ones_like(total_weight), total_weight)
     mean = summed[:C] / divisor
     var = xp.clip(meansqr / divisor - mean * mean, 0.0, None)
+    if found == RIGHT and _is_readable(var):
+        least = LEAST_SHARES[i.x.dtype != array_namespace(i.x).float64]
+        found = LOST if bool(xp.any(values(mean * mean * least > var + i.eps))) else RIGHT
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
     if not is_on_host(summed) and not is_abstract(summed):  # where nobody looks at the state
@@ -268,7 +255,7 @@ def skipped(batch: BatchStatistics, gap: float | Array = math.nan, /) -> BatchSt
 
 
 def state(summed: Array, count: float | Array, /) -> int:
-    """The fault of the sum of all ranks' payloads, or `RIGHT`; `count` as in `unpack`."""
+    """The fault of the sum of all ranks' payloads, or `RIGHT`; `count` as in `finish_forward`."""
     if is_abstract(summed):
         return RIGHT
     xp = array_namespace(summed)

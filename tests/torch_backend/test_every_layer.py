@@ -235,6 +235,19 @@ def test_create_graph_changes_no_first_gradient(name: str) -> None:
     torch.testing.assert_close(plain, with_graph)
 
 
+# A class with a forward pass of its own evaluates by torch's, which says that the statistics moved.
+@pytest.mark.parametrize("name", [n for n in LAYERS if "derived" not in n])
+def test_a_pass_in_training_leaves_the_gradient_of_one_in_evaluation(name: str) -> None:
+    layer = make(name)
+    alone, x, later = copy.deepcopy(layer), batch().requires_grad_(), batch(seed=1)
+    y = layer.eval()(x)
+    layer.train()(later)
+    y.backward(weights(y))
+    expected = batch().requires_grad_()
+    alone.eval()(expected).backward(weights(y))
+    torch.testing.assert_close(x.grad, expected.grad, rtol=0, atol=0)
+
+
 @every_sharing_layer
 def test_a_step_is_one_message_each_way_and_evaluation_none(name: str) -> None:
     def run(communicator: Any) -> list[list[int]]:

@@ -217,6 +217,9 @@ def normalize_by_running(
     wide = torch.promote_types(x.dtype, torch.float32)
     parameters = {p.dtype for p in (weight, bias, running_mean) if p is not None}
     if running_mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}:
+        is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        if is_eager and torch.is_grad_enabled():  # these may move before the backward pass
+            running_mean, running_var = running_mean.clone(), running_var.clone()
         return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
     # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
     # inputs with splits.

@@ -189,17 +189,15 @@ def average_gradients(
     """
     model = nn.Module()
     if isinstance(parameters, nn.Module):
-        model, parameters = parameters, parameters.parameters()
+        model, parameters = parameters, [*parameters.parameters()]
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
-    elif isinstance(parameters, Iterator):
-        parameters = list(parameters)
-        if not parameters:
-            raise ValueError(
-                "`parameters` must not be used up: got an iterator without a parameter left. Pass "
-                "the model, or a list."
-            )
-    parameters = list(parameters)
+    is_iterator, parameters = isinstance(parameters, Iterator), list(parameters)
+    if is_iterator and not parameters:
+        raise ValueError(
+            "`parameters` must not be used up: got an iterator without a parameter left. Pass "
+            "the model, or a list."
+        )
     if dtensors.among(parameters):
         raise TypeError(
             "`parameters` must not be sharded: got a DTensor. FSDP averages gradients by itself: "
@@ -223,7 +221,7 @@ def average_gradients(
     for (dtype, _), group in alike.items():
         gradients = _flatten_dense_tensors(
             [
-                torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to_dense().to(dtype)
+                (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).to(dtype)
                 for p in group
             ]
         )

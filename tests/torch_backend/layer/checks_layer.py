@@ -144,7 +144,9 @@ def check_average_gradients_wants_the_same_parameters(world: Communicator) -> No
 
 def check_average_gradients_keeps_their_dtypes(world: Communicator) -> None:
     wide, narrow = (nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
-    wide_dtype = torch.float32 if hasattr(wide, "grad_dtype") else wide.dtype  # new in torch 2.11
+    wide_dtype = (
+        torch.float32 if hasattr(wide, "grad_dtype") else wide.dtype
+    )  # which older torch lacks
     wide.grad_dtype = wide_dtype
     narrow.grad = torch.full((2,), float(world.rank), dtype=torch.bfloat16)
     if world.rank:
