@@ -126,7 +126,8 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
         As for `convert_sync_batchnorm`.
     num_splits
         The number of parts. A batch too small for them has fewer, so that each part has a sample,
-        and two values per channel, those that a mask leaves out among them.
+        and two values per channel, those that a mask leaves out among them. A mask that leaves
+        none of a part is an error of the layer in training.
 
     Raises
     ------

@@ -77,7 +77,8 @@ def check_sync(
     >>> check_sync(model)  # passes on one rank
     """
     named = chain(model.named_parameters(), model.named_buffers())
-    arrays = {name: None if is_lazy(t) else t for name, t in named}
+    dense = ((name, t if is_lazy(t) or not t.is_sparse else t.to_dense()) for name, t in named)
+    arrays = {name: None if is_lazy(t) else t for name, t in dense}
     options = {
         name: options_of(layer)
         for name, layer in model.named_modules()

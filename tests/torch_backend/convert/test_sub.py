@@ -195,3 +195,11 @@ def test_vmap_over_inputs_and_over_stacked_models_splits_each_batch() -> None:
     y = vmap(lambda p, b, v: functional_call(models[0], (p, b), (v,)))(*state, x)
     torch.testing.assert_close(y, torch.stack([m(v) for m, v in zip(models, x, strict=True)]))
     torch.testing.assert_close(state[1]["bn.running_mean"][2], models[2].bn.running_mean)
+
+
+def test_a_part_without_an_element_is_an_error() -> None:
+    layer = convert_sub_batchnorm(nn.BatchNorm1d(1), 4)
+    lengths = torch.tensor([3, 2, 3, 3, 0, 0, 3, 1])
+    with pytest.raises(ValueError, match=r"got none .* with an input of shape \(2, 1, 3\)"):
+        layer(torch.randn(8, 1, 3), lengths=lengths)
+    layer.eval()(torch.randn(8, 1, 3), lengths=lengths)

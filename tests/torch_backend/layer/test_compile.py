@@ -240,3 +240,19 @@ def test_compiled_code_keeps_its_digits_at_a_high_mean() -> None:
     ):
         assert got is not None
         torch.testing.assert_close(got.double(), torch.from_numpy(numbers), rtol=0, atol=bound)
+
+
+def test_the_compiler_needs_some_memory_for_activations() -> None:
+    """docs/limits.md, of torch 2.13."""
+    layers = [nn.Conv2d(2, 2, 1), SyncBatchNorm(2), nn.ReLU(), nn.Conv2d(2, 2, 1), SyncBatchNorm(2)]
+    model: Any = torch.compile(nn.Sequential(*layers), backend="aot_eager_decomp_partition")
+    with torch._functorch.config.patch(activation_memory_budget=0.01):
+        model(torch.randn(4, 2, 5, 5)).square().sum().backward()
+    if not torch.__version__.startswith("2.13"):
+        return
+    torch._dynamo.reset()
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.0),
+        pytest.raises(Exception, match="erased_inputs"),
+    ):
+        model(torch.randn(4, 2, 5, 5)).square().sum().backward()
