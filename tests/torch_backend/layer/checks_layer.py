@@ -19,7 +19,6 @@ from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
     average_gradients,
-    check_sync,
     convert_sync_batchnorm,
 )
 from tests.harness.runs import on, only
@@ -137,10 +136,10 @@ def check_saved_model_loads_without_a_group(world: Communicator) -> None:
 def check_sparse_buffers_are_compared(world: Communicator) -> None:
     model = nn.Module()
     model.register_buffer("table", torch.eye(2).to_sparse())
-    check_sync(model, world)
+    multibn.torch_backend.check_sync(model, world)
     model.register_buffer("table", (world.rank * torch.eye(2)).to_sparse())
     with pytest.raises(RuntimeError, match=r"1 of 1 arrays .* table by up to 1 on rank 1"):
-        check_sync(model, world)
+        multibn.torch_backend.check_sync(model, world)
 
 
 def check_average_gradients_wants_the_same_parameters(world: Communicator) -> None:
