@@ -188,7 +188,7 @@ def test_defect_04_what_f_and_g_drop_is_independent_unless_tied(mode: Mode) -> N
     torch.manual_seed(0)
     zeros = torch.zeros(64, 2, 3)
     masks = []
-    options: list[dict[str, bool]] = [{}, {"tied_drop_path": True}]
+    options: list[dict[str, Any]] = [{}, {"tied_drop_path": True}]
     for tied in options:
         model = ReversibleSequence([(Constant(), Constant())], mode=mode, drop_path=0.25, **tied)
         masks.append(model(zeros, zeros))
