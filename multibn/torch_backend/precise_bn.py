@@ -58,8 +58,8 @@ def update_bn_stats(
 
     Collective: every rank of `process_group` must call it, with the same arguments but for the
     data. Each batch has one small allreduce, and each layer of C channels one of 2C+2 numbers at
-    the end. Loaders may differ in length: a rank without data left takes part in synchronized
-    layers with empty batches, but a model that communicates in other ways (FSDP) needs equally many
+    the end. Loaders may differ in length: a rank without data left takes part in the messages
+    of synchronized layers, but a model that communicates in other ways (FSDP) needs equally many
     batches on every rank.
 
     Parameters
