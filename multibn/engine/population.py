@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multibn import kernels, message
-from multibn._arrays import array_namespace, device, is_on_host
+from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.engine import masks
@@ -116,8 +116,7 @@ class PopulationEstimator:
         communicator = SingleProcess() if communicator is None else communicator
         mark = xp.full_like(sums, message.mark(communicator.rank))
         sums = xp.where(xp.abs(sums) < message.LARGEST, sums, mark)
-        count = float(sums[-1]) if is_on_host(sums) else sums[-1]
-        return total(sums, self.shape, count, count, communicator)
+        return total(sums, self.shape, sums[-1], sums[-1], communicator)
 
 
 class Pool:

@@ -3,6 +3,7 @@
 import ast
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,26 +93,23 @@ def _changes(node: Any, source: str, starts: list[int]) -> Iterator[tuple[str, i
             yield "condition", *at(test), f"(not ({source[slice(*at(test))]}))"
 
 
-def room(path: str) -> str:
+def _room(path: str) -> str:
     """The folder in the package; apart from it, what is written in C."""
     return (Path(path).parts[1:-1] or ("engine",))[0] + ("" if path.endswith(".py") else " (C)")
 
 
 def draw(sources: dict[str, str], number: int, seed: int) -> list[Mutant]:
-    """So many of each room as its length's root says; a file by its length, the kind, the place."""
-    of = {p: [*(_of_python if p.endswith(".py") else _of_c)(p, s)] for p, s in sources.items()}
-    rooms: dict[str, list[str]] = {}
-    for path in sorted(path for path in of if of[path]):
-        rooms.setdefault(room(path), []).append(path)
-    size = {r: sum(len(sources[path]) for path in rooms[r]) ** 0.5 for r in rooms}
-    dice = {r: random.Random(f"{seed} {r}") for r in rooms}
-    drawn: dict[str, list[Mutant]] = {r: [] for r in rooms}
-    while sum(map(len, drawn.values())) < number:
-        r = max(rooms, key=lambda r: size[r] / (len(drawn[r]) + 1))
-        (path,) = dice[r].choices(rooms[r], [len(sources[path]) for path in rooms[r]])
-        kind = dice[r].choice(sorted({m.kind for m in of[path]}))
-        mutant = dice[r].choice([m for m in of[path] if m.kind == kind])
-        drawn[r] += [mutant] if mutant not in drawn[r] else []
-    mutants = [mutant for some in drawn.values() for mutant in some]
-    random.Random(seed).shuffle(mutants)
-    return mutants
+    """A room by the root of its length, a file by its length, a kind, a place; so many times."""
+    dice, lengths, drawn = random.Random(seed), Counter[str](), dict[Mutant, None]()
+    of = {
+        p: [*(_of_python if p.endswith(".py") else _of_c)(p, sources[p])] for p in sorted(sources)
+    }
+    for path in filter(of.get, of):
+        lengths[_room(path)] += len(sources[path])
+    while len(drawn) < number:
+        (room,) = dice.choices([*lengths], [length**0.5 for length in lengths.values()])
+        paths = [path for path in of if of[path] and _room(path) == room]
+        (path,) = dice.choices(paths, [len(sources[path]) for path in paths])
+        kind = dice.choice(sorted({mutant.kind for mutant in of[path]}))
+        drawn[dice.choice([mutant for mutant in of[path] if mutant.kind == kind])] = None
+    return [*drawn]

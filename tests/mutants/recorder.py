@@ -1,60 +1,41 @@
-"""A plugin of pytest, and a rank of its checks: which tests run which lines."""
+"""A plugin of pytest, and a rank of its checks: which tests run which lines, and how long."""
 
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import coverage
 import pytest
 
-from tests.harness import checks
-from tests.harness.runs import Check
-
 FOLDER = os.environ.get("MULTIBN_RECORD")  # to write to
+LINES = coverage.Coverage(f"{FOLDER}/lines", True, config_file=False, include=["*/multibn/*"])
+if FOLDER:
+    LINES.start()  # before the package is imported
+
+from tests.harness import checks, worker  # noqa: E402
+
 checks.DEADLINE = 60.0  # a mistake may make ranks wait for each other
 
 
-def _started() -> coverage.Coverage:
-    lines = coverage.Coverage(f"{FOLDER}/lines", True, config_file=False, include=["*/multibn/*"])
-    lines.start()
-    return lines
-
-
 class _Recorder:
-    def __init__(self) -> None:
-        self._lines, self._seconds = _started(), dict[str, float]()
+    seconds = dict[str, float]()
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leaves out what spends its time in processes of its own, or is about time."""
-        items[:] = [i for i in items if not [*i.iter_markers("beside"), *i.iter_markers("alone")]]
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        self._lines.switch_context(item.nodeid)
-        return (yield)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        LINES.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        took = report.duration if report.passed else float("inf")
-        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0) + took
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self._lines.stop()
-        self._lines.save()
         # How long a test waits for a check says nothing.
-        tests = {
-            self._context(item): (item.nodeid, 1.0 if isinstance(item, Check) else took)
-            for item in session.items
-            if (took := self._seconds.get(item.nodeid, float("inf"))) < float("inf")
-        }
-        Path(f"{FOLDER}/tests").write_text(json.dumps(tests))
+        took = 0.3 if "/checks_" in report.nodeid else report.duration
+        took = took if report.passed else float("inf")
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + took
 
-    def _context(self, item: pytest.Item) -> str:
-        if isinstance(item, Check):
-            return "{} {} {}".format(*item.launch, item.check)
-        return item.nodeid
+    def pytest_sessionfinish(self) -> None:
+        LINES.stop()
+        LINES.save()
+        passed = {test: s for test, s in self.seconds.items() if s < float("inf")}
+        Path(f"{FOLDER}/seconds").write_text(json.dumps(passed))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,18 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _on_rank(launcher: str, directory: str) -> None:
-    from tests.harness import worker
-
-    lines, run = _started(), worker._run
+    run = worker._run
 
     def recorded(name: str, world: Any) -> Any:
-        lines.switch_context(f"{launcher} {world.size} {name}")
+        file, check = name.replace(".", "/").split(":")
+        LINES.switch_context(f"{file}.py::{check}[{launcher}-{world.size}]")
         return run(name, world)
 
     worker._run = recorded
     worker.main(launcher, directory)
-    lines.stop()
-    lines.save()
+    LINES.stop()
+    LINES.save()
 
 
 if __name__ == "__main__":

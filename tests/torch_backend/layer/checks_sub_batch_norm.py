@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -66,6 +67,17 @@ def check_splits_are_those_of_the_global_batch(world: Communicator) -> None:
             compared.append((x.grad.numpy()[k::SPLITS], split.dx[world.rank]))
         errors = [oracle.relative_error(got, expected) for got, expected in compared]
         assert max(errors) < 1e-11, (weighting, errors)
+
+
+def check_a_rank_with_frozen_splits_is_wrong_alone(world: Communicator) -> None:
+    """The other ranks pass no message with which they could hear of the error."""
+    layer = _layer(SPLITS, C, process_group=world)
+    layer.split_bn.eval()
+    if world.rank == 0:
+        with pytest.raises(ValueError, match=r"got 2 splits for a batch of 3\. Drop"):
+            layer(torch.ones(3, C, 2, 2))
+    layer.split_bn.train()
+    assert layer(torch.randn(4, C, 2, 2)).isfinite().all()
 
 
 @only("torchrun")

@@ -133,8 +133,11 @@ def test_the_state_of_a_plain_batch_norm_loads(num_splits: int) -> None:
     assert int(layer.bn.num_batches_tracked) == int(layer.split_bn.num_batches_tracked) == 2
 
 
-def test_the_state_of_other_numbers_of_splits_loads() -> None:
+def test_the_state_of_any_number_of_splits_loads() -> None:
     source = trained(num_splits=4)
+    same = make(4, C)
+    same.load_state_dict(source.state_dict(), strict=True)
+    torch.testing.assert_close(same.split_bn.state_dict(), source.split_bn.state_dict())
     for num_splits in (1, 2, 8):
         layer = make(num_splits, C)
         layer.load_state_dict(source.state_dict(), strict=True)
