@@ -73,10 +73,12 @@ class Tests:
         self._seconds[INTERPRETED] = 0.0
 
     def of(self, path: str) -> dict[int, set[str]]:
-        """The lines of a file that are run, and the tests that do; any, in C and in Triton."""
-        found = {0: [*self._seconds]}
-        if path.endswith(".py") and not path.startswith(OF_A_GPU):
-            found = self._lines.contexts_by_lineno(str(self._base / path))
+        """The lines of a file that are run, and the tests that do; in line 0, of C and of a GPU."""
+        if path.startswith(OF_A_GPU):
+            return {0: {test for test in self._seconds if test.startswith("tests/kernels/")}}
+        if not path.endswith(".py"):
+            return {0: {*self._seconds}}
+        found = self._lines.contexts_by_lineno(str(self._base / path))
         return {line: self._seconds.keys() & tests for line, tests in found.items()}
 
     def _chosen(self, mutant: Mutant) -> list[str]:
