@@ -1,6 +1,7 @@
 """torch.compile takes the layers whole, and changes nothing."""
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -256,3 +257,23 @@ def test_the_compiler_needs_some_memory_for_activations() -> None:
         pytest.raises(Exception, match="erased_inputs"),
     ):
         model(torch.randn(4, 2, 5, 5)).square().sum().backward()
+
+
+def test_compiled_autograd_needs_another_backend_than_inductor() -> None:
+    """docs/limits.md, of torch 2.13."""
+    layer, x = SyncBatchNorm(2), torch.randn(4, 2, 5)
+
+    def step() -> None:
+        layer(x).pow(3).sum().backward()
+
+    step()
+    assert layer.bias.grad is not None
+    expected, layer.bias.grad = layer.bias.grad, None
+    with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of what it finds on its way through the nodes
+        torch.compile(step, backend="eager")()
+        torch.testing.assert_close(layer.bias.grad, expected)
+        if torch.__version__.startswith("2.13"):
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="get_size"):
+                torch.compile(step)()
