@@ -64,12 +64,12 @@ def test_all_later_steps_are_those_without_the_batch(
 def test_nonfinite_says_whether_a_link_skips_or_raises() -> None:
     x = np.ones((4, 3), np.float32) * np.arange(4, dtype="f")[:, None]
     x[0, 0] = np.inf
-    model = chainer.Sequential(L.BatchNormalization(3))
+    model = chainer.Sequential(chainer.Sequential(L.BatchNormalization(3)))
     converted: Any = create_mnbn_model(model, SingleProcess(), nonfinite="skip")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "overflow|invalid value", RuntimeWarning)
         outcomes._told = outcomes._NOBODY
-        with pytest.warns(RuntimeWarning, match="rank 0 of 1 has skipped a batch in layer 0"):
+        with pytest.warns(RuntimeWarning, match="rank 0 of 1 has skipped a batch in layer 0.0,"):
             assert np.isnan(converted(x).array).all()
         raising = MultiNodeBatchNormalization(3, SingleProcess(), nonfinite="raise")
         for link, v in ((raising, x.astype("e")), (MultiNodeBatchNormalization(3, None), x)):
