@@ -79,7 +79,7 @@ def _torch(world: ThreadCommunicator, *programs: str) -> None:
 
 
 @pytest.mark.parametrize("other", ["frozen", "without"])
-def test_a_gradient_on_one_rank_only(other: str) -> None:
+def test_a_gradient_on_one_rank_only_is_told(other: str) -> None:
     with pytest.raises(RuntimeError, match=TOLD.format("SyncBatchNorm")):
         run_ranks(2, lambda world: _torch(world, "trained", other))
 
@@ -131,12 +131,12 @@ def _chainer(world: ThreadCommunicator, *chains: str) -> None:
     CHAINS[chains[-world.rank]](chainer, link, x)
 
 
-def test_a_gradient_on_one_rank_only_in_chainer() -> None:
+def test_a_gradient_on_one_rank_only_is_told_in_chainer() -> None:
     with pytest.raises(RuntimeError, match=TOLD.format("MultiNodeBatchNormalization")):
         run_ranks(2, lambda world: _chainer(world, "trained", "without"))
 
 
-def test_finetuning_on_one_rank_only() -> None:
+def test_finetuning_on_one_rank_only_is_told() -> None:
     told = (
         r"the ranks are in different places: rank\(s\) \[0\] in .* \(forward, float32, call 1\); "
         r"rank\(s\) \[1\] in .* \(forward, float32, finetune=True, call 1\)\. All ranks must run"

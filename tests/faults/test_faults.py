@@ -109,7 +109,7 @@ def test_a_fault_that_ends_processes_is_told_first_and_last(
         for setup, name in (("gloo", "partition"), ("mpi", "delay"), ("gloo", "killed_of_four"))
     ],
 )
-def test_between_two_machines(setup: Setup, beside: Outcome) -> None:
+def test_a_fault_between_two_machines_is_told(setup: Setup, beside: Outcome) -> None:
     """A network that fails is named, a slow one borne, and of four ranks the lost one is named."""
     assert beside.setup is setup
     _expect(beside)

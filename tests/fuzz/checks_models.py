@@ -41,7 +41,7 @@ def _step(models: Sequence[Any], order: Sequence[int], offset: int) -> None:
         models[n](x.requires_grad_()).square().sum().backward()
 
 
-def check_steps_of_models_of_one_architecture(world: Communicator) -> None:
+def check_models_of_one_architecture_keep_their_messages_apart(world: Communicator) -> None:
     for seed in range(max(CALLS // 50, 5)):
         rng = np.random.default_rng(seed)
         with _numbers_restored():

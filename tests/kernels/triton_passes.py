@@ -122,7 +122,7 @@ def test_several_splits_of_several_tiles(
 
 
 @pytest.mark.usefixtures("one_multiprocessor")
-def test_a_first_tile_unlike_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_tile_may_be_unlike_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean, which centres the others, is then a poor one."""
     monkeypatch.setattr(cuda, "_SUMS", 1)
     x = data((64, 2, 16, 16)) + np.float32(1000)
@@ -134,7 +134,7 @@ def test_a_first_tile_unlike_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @orders
-def test_padding(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_counts_for_nothing(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits whose first tiles are padding, a large mean, counts as they are on a GPU."""
     monkeypatch.setattr(cuda, "_SUMS", 2)
     monkeypatch.setattr(cuda, "_TILE", 64)
@@ -159,7 +159,7 @@ def test_padding(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("start", [0, 3, 2000])
 @pytest.mark.parametrize("file", [cuda, generic], ids=["cuda", "generic"])
-def test_a_message_in_memory_of_its_own(start: int, file: Any, launched: list[str]) -> None:
+def test_a_message_may_have_memory_of_its_own(start: int, file: Any, launched: list[str]) -> None:
     """Zeros before the payload, the payload, zeros and the fingerprint after the payload."""
     i, dy = layer((2, 5, 3, 3))
 
@@ -228,7 +228,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the stand-in is for machines without CuPy")
 @orders
-def test_cupy_arrays(order: Any, cupy: Any, launched: list[str]) -> None:
+def test_cupy_arrays_take_the_same_kernels(order: Any, cupy: Any, launched: list[str]) -> None:
     """By the same kernels: in CuPy's stream, with its strides, and alive between the halves."""
 
     def given(x: Any) -> Any:
@@ -274,7 +274,7 @@ def test_cupy_arrays(order: Any, cupy: Any, launched: list[str]) -> None:
 
 
 @on_gpu
-def test_capture_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_captures_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     i, dy = layer((8, 16, 14, 14), relu=True, residual=True)
     received = [as_torch(v) for v in others(16)]  # no copy from the host in the graph
     monkeypatch.setattr("tests.kernels.passes.others", lambda C: received)
@@ -294,7 +294,7 @@ def test_capture_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_gpu
-def test_more_than_2_to_the_31_elements() -> None:
+def test_an_input_may_have_more_than_2_to_the_31_elements() -> None:
     x = torch.ones((1 << 15, 3, 1 << 15, 1), dtype=torch.float16, device="cuda")
     x[-1, -1, -1] = 3
     mean, _ = moments(cuda, x)

@@ -60,7 +60,7 @@ def _train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
     return [y.array, v.grad, *(p.grad for _, p in sorted(link.namedparams()))]
 
 
-def check_equals_chainermn(world: Communicator) -> None:
+def check_the_link_equals_chainermns(world: Communicator) -> None:
     """Also on uneven batches, where its numbers are not those of the whole batch."""
     plain: list[dict[str, Any]] = [{"use_gamma": False}, {"use_beta": False}]
     cases: list[Any] = [

@@ -357,7 +357,7 @@ def test_a_batch_that_cannot_be_split_is_an_error_on_all_ranks(num_splits: int, 
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_inputs_of_other_dimensions(training: bool) -> None:
+def test_inputs_of_other_dimensions_are_refused(training: bool) -> None:
     for cls, shape, message in [
         (SubBatchNorm3d, (2, C, 4, 4), "expected 5D input"),
         (SubBatchNorm2d, (2, C), "expected 4D input"),

@@ -120,7 +120,7 @@ def precise(model: nn.Module, data: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_exact_statistics(kind: str) -> None:
+def test_statistics_are_exact(kind: str) -> None:
     """Of all elements in float64, for which fvcore's E[x^2] - E[x]^2 in float32 lacks digits."""
     model = Net(LAYERS[kind])
     data = batches(mean=1e4)

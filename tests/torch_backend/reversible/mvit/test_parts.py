@@ -71,7 +71,7 @@ def test_positions_are_resized_to_another_grid() -> None:
 @pytest.mark.parametrize(
     "mode, function", [("add", torch.add), ("max", torch.maximum), ("min", torch.minimum)]
 )
-def test_fusions_by_element(mode: str, function: Callable[..., Tensor]) -> None:
+def test_a_fusion_by_element_is_its_function(mode: str, function: Callable[..., Tensor]) -> None:
     a, b = torch.randn(2, 3, 5, 4)
     fusion = TwoStreamFusion(mode, 8, RevMViTConfig())
     assert torch.equal(fusion(torch.cat([a, b], dim=-1)), function(a, b))
