@@ -82,7 +82,7 @@ class Tests:
         return {line: self._seconds.keys() & tests for line, tests in found.items()}
 
     def _chosen(self, mutant: Mutant) -> list[str]:
-        """Those of the line, those of its room first, in turn of each file the cheapest left."""
+        """Tests of the line, its room's first: the cheapest of each file, then each file's next."""
         of = self.of(mutant.path)
         run = [n for n in of if not n or not mutant.lines or n in mutant.lines]
         tests = line = set[str]().union(*(of[n] for n in run))
