@@ -143,7 +143,7 @@ class Watch:
             self._fail(
                 ConnectionError,
                 f"the launcher of rank {self.rank} (pid {self._launcher}) has ended: nobody would "
-                f"end this process if another rank failed. It ends in {text}.",
+                f"end this process if another rank failed. Rank {self.rank} ends in {text}.",
             )
         try:
             done = begin()
