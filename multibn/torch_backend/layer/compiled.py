@@ -45,6 +45,11 @@ def takes(x: Any, /) -> bool:
     return torch.compiler.is_compiling() or _has_no_data(x)
 
 
+def is_written() -> bool:
+    """Whether an exported program or a trace is made, which can hold torch's own batch norm."""
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
+
+
 def _has_no_data(x: Any) -> bool:
     return isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
 

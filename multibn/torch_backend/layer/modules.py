@@ -184,9 +184,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         by_batch = self.training or mean is None or var is None
         if by_batch and not self.training:
             conversation = self.alone(input)
-            # An exported program, or a trace, can hold torch's own batch norm.
-            writes = torch.compiler._is_exporting_flag or torch.jit.is_tracing()
-            by_batch = not (mask is lengths is None and writes)
+            by_batch = not (mask is lengths is None and compiled.is_written())
         where = compiled.mask_of(input, mask, lengths, self.num_features, conversation)
         if by_batch:
             i = self._as_input(input, residual, where)

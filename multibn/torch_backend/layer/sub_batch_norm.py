@@ -143,8 +143,11 @@ class _SubBatchNorm(Synchronized):
         if self.training:  # autograd adds up the splits' gradients
             weight = None if weight is None else weight.repeat(self.num_splits, 1)
             bias = None if bias is None else bias.repeat(self.num_splits, 1)
-        if part.running_mean is not None and not part.training:
-            statistics = (v.view(channels) for v in (part.running_mean, part.running_var))
+        # Without running statistics, a program that is written down has torch's own batch norm.
+        is_kept = part.running_mean is not None or (not self.training and compiled.is_written())
+        if is_kept and not part.training:
+            kept = part.running_mean, part.running_var
+            statistics = (None if v is None else v.view(channels) for v in kept)
             return functional.normalize_by_running(i.x, weight, bias, *statistics, eps=part.eps)
         running: Any = running_of(part, self.running_var_convention)
         i = i._replace(weight=weight, bias=bias, eps=part.eps, running=running)

@@ -1,0 +1,345 @@
+"""Every option of a layer does what it says, in every way in which a layer runs.
+
+One by one, each option gets another value than the default. Two ranks, which hold unlike numbers of
+samples and of elements, take two steps and evaluate; a float64 oracle that knows no layer computes
+what must come out.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+
+from multibn.parity import oracle
+from tests.helpers import require
+from tests.helpers.ranks import run_ranks
+
+require.need("torch", "chainer")
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from multibn import chainer_backend as cb  # noqa: E402
+from multibn import torch_backend as tb  # noqa: E402
+from tests.torch_backend.convert.test_derived import Activated, Copied  # noqa: E402
+
+import chainer  # noqa: E402  isort: skip  (the backend makes it importable)
+
+C, LOCK = 3, threading.Lock()
+WEIGHT, BIAS = np.array([1.5, -0.5, 1.0]), np.array([0.5, 0.1, -1.0])
+DEFAULTS: dict[str, Any] = {
+    "eps": 1e-5,
+    "momentum": 0.1,
+    "affine": True,
+    "bias": True,
+    "track_running_stats": True,
+    "weighting": "element",
+    "running_var": "unbiased_global",
+    "nonfinite": None,
+    "fuse_relu": False,
+    "num_splits": 1,
+}
+OTHERS: dict[str, list[Any]] = {
+    "eps": [0.3],
+    "momentum": [0.7, None],
+    "affine": [False],
+    "bias": [False],
+    "track_running_stats": [False],
+    "weighting": ["sample", "rank"],
+    "running_var": ["unbiased_local", "biased"],
+    "fuse_relu": [True],
+    "num_splits": [2],
+}
+
+
+def _batch(rank: int, seed: int) -> np.ndarray[Any, Any]:
+    """Of 4 samples and 20 elements per channel on rank 0, of 2 and 6 on rank 1."""
+    shape = [(4, C, 5), (2, C, 3)][rank]
+    return np.random.default_rng(10 * rank + seed).normal(rank, 1 + rank, shape)
+
+
+XS, DYS = ([[_batch(rank, seed + 2 * n) for rank in (0, 1)] for n in (0, 1)] for seed in (0, 4))
+
+
+def _of(o: dict[str, Any], names: str) -> dict[str, Any]:
+    return {name: o[name] for name in names.split()}
+
+
+def _bn(kind: Any, o: dict[str, Any]) -> Any:
+    layer = kind(C, **_of(o, "eps momentum affine track_running_stats"), dtype=torch.float64)
+    if not o["bias"]:
+        layer.register_parameter("bias", None)
+    if hasattr(layer, "act"):
+        layer.act = nn.Identity()
+    return layer
+
+
+def _convert(kind: Any, comm: Any, o: dict[str, Any]) -> Any:
+    options = _of(o, "weighting running_var nonfinite")
+    return tb.convert_sync_batchnorm(_bn(kind, o), comm, **options)
+
+
+def _build(kind: Any, names: str, comm: Any, o: dict[str, Any], **more: Any) -> Any:
+    options = _of(o, "eps momentum affine bias track_running_stats weighting running_var nonfinite")
+    options |= _of(o, names) | more
+    return kind(num_features=C, process_group=comm, dtype=torch.float64, **options)
+
+
+def _split(comm: Any, o: dict[str, Any]) -> Any:
+    """Two parts by default: one part is no split layer."""
+    layer = tb.convert_sub_batchnorm(_bn(nn.BatchNorm1d, o), 1 + o["num_splits"])
+    layer.configure(layer.process_group, **_of(o, "weighting running_var nonfinite"))
+    return layer
+
+
+class Function(nn.Module):
+    """`sync_batch_norm` as a layer without running statistics."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, comm: Any, o: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = {name: o[name] for name in ("eps", "weighting", "nonfinite")}
+        self.comm = comm
+        for name, wanted in (("weight", o["affine"]), ("bias", o["affine"] and o["bias"])):
+            p = nn.Parameter(torch.zeros(C, dtype=torch.float64)) if wanted else None
+            self.register_parameter(name, p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        call = partial(tb.sync_batch_norm, process_group=self.comm, **self.options)
+        return call(x, self.weight, self.bias)[0]
+
+
+Make = Callable[[Any, dict[str, Any]], Any]
+Way: TypeAlias = tuple[str, str, str]
+LAYERS: dict[str, Make] = {
+    "layer": partial(_build, tb.SyncBatchNorm, "fuse_relu"),
+    "naive": partial(_build, tb.NaiveSyncBatchNorm1d, "fuse_relu", global_sync=True),
+    "sub": partial(_build, tb.SubBatchNorm1d, "num_splits"),
+    "converted": partial(_convert, nn.BatchNorm1d),
+    "own forward": partial(_convert, Activated),
+    "own call": partial(_convert, Copied),
+    "split": _split,
+    "function": Function,
+}
+# The options that such a layer has not, or that have no meaning there.
+LACKS = {
+    "layer": "num_splits",
+    "naive": "num_splits",
+    "sub": "fuse_relu",
+    "converted": "fuse_relu num_splits",
+    "own forward": "fuse_relu num_splits",
+    "own call": "fuse_relu num_splits",
+    "split": "fuse_relu weighting",
+    "function": "fuse_relu num_splits momentum running_var track_running_stats",
+    "link": "num_splits track_running_stats",
+}
+
+
+def _step(run: Any, layer: Any, x: Tensor, dy: Tensor, **options: Any) -> list[Tensor]:
+    inputs = [x.requires_grad_(), *(p for p in (layer.weight, layer.bias) if p is not None)]
+    y = run(x)
+    return [y, *torch.autograd.grad(y, inputs, dy, **options)]
+
+
+def _compiled(layer: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
+    return _step(torch.compile(layer, backend="aot_eager", fullgraph=True), layer, x, dy)
+
+
+def _checkpointed(layer: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
+    again = partial(checkpoint, use_reentrant=False, context_fn=tb.checkpoint_contexts)
+    return _step(partial(again, layer), layer, x, dy)
+
+
+def _in_a_step(layer: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
+    with tb.step_statistics(layer):
+        return _step(layer, layer, x, dy)
+
+
+def _masked(layer: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
+    lengths = torch.full((len(x),), x.shape[2])
+    return _step(partial(layer, lengths=lengths), layer, x, dy)
+
+
+STEPS: dict[str, Callable[..., list[Tensor]]] = {
+    "eager": lambda layer, x, dy: _step(layer, layer, x, dy),
+    "compiled": _compiled,
+    "double backward": lambda layer, x, dy: _step(layer, layer, x, dy, create_graph=True),
+    "checkpointed": _checkpointed,
+    "step statistics": _in_a_step,
+    "masked": _masked,
+}
+EVALUATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "eager": lambda layer, x: layer(x),
+    "compiled": lambda layer, x: torch.compile(layer, backend="aot_eager")(x),
+    "masked": lambda layer, x: layer(x, mask=torch.ones(len(x), x.shape[2], dtype=torch.bool)),
+    "exported": lambda layer, x: torch.export.export(layer, (x,)).module()(x),
+}
+# A layer, and how it trains and evaluates.
+WAYS = [
+    *((name, "eager", "eager") for name in LAYERS),
+    *(("layer", name, name if name in EVALUATIONS else "eager") for name in STEPS),
+    *((name, "eager", "exported") for name in ("layer", "sub", "own forward", "own call")),
+    *((name, "compiled", "compiled") for name in ("sub", "own call")),
+    *((name, "double backward", "eager") for name in ("sub", "own call")),
+    ("link", "eager", "eager"),
+    ("link", "double backward", "eager"),
+]
+WAYS = list(dict.fromkeys(WAYS))
+CASES = [
+    pytest.param(way, option, value, id=f"{'-'.join(way)}-{option}={value}")
+    for way in WAYS
+    for option, values in OTHERS.items()
+    for value in values
+    if option not in LACKS[way[0]].split()
+    # torch's own pass divides by its counter then, which no graph can do.
+    and (way[:2], value) != (("own call", "compiled"), None)
+]
+
+
+def _train(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[str, Any]:
+    """Of a torch layer: the second step's output and gradients, and what is left of both steps."""
+    name, step, evaluation = way
+    layer = LAYERS[name](comm, o)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for key, values in (("weight", WEIGHT), ("bias", BIAS)):
+            if (p := getattr(layer, key)) is not None:
+                p.copy_(torch.tensor(values))
+                found[f"d{key}"] = None
+    for step_xs, step_dys in zip(xs, DYS, strict=True):
+        arrays = (torch.tensor(v[comm.rank]) for v in (step_xs, step_dys))
+        # One thread alone can compile.
+        results = STEPS["eager" if comm.rank and step == "compiled" else step](layer, *arrays)
+    found = dict(zip(("y", "dx", *found), results, strict=True))
+    if name != "function":
+        bn: Any = getattr(layer, "bn", layer)
+        found |= {"running_mean": bn.running_mean, "running_var": bn.running_var}
+        with torch.no_grad(), LOCK:
+            x = torch.tensor(XS[0][comm.rank])
+            found["evaluation"] = EVALUATIONS[evaluation](layer.eval(), x)
+    return {key: v.detach().numpy() for key, v in found.items() if v is not None}
+
+
+def _train_link(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[str, Any]:
+    """As `_train`, of Chainer's link."""
+    words: dict[str, Any] = {"use_gamma": o["affine"], "use_beta": o["affine"] and o["bias"]}
+    words |= {"avg_var": o["running_var"], "decay": 1 - (o["momentum"] or 0)}
+    words |= {"initial_gamma": WEIGHT, "initial_beta": BIAS, "dtype": np.float64}
+    words |= _of(o, "eps weighting nonfinite fuse_relu")
+    link = cb.MultiNodeBatchNormalization(C, comm, **words)
+    link.avg_var[:] = 1
+    parameters = {"dweight": link.gamma, "dbias": link.beta}
+    parameters = {key: p for key, p in parameters.items() if p is not None}
+    for step_xs, step_dys in zip(xs, DYS, strict=True):
+        x = chainer.Variable(step_xs[comm.rank])
+        y = link(x, finetune=o["momentum"] is None)
+        inputs, twice = [x, *parameters.values()], way[1] == "double backward"
+        dy = chainer.Variable(step_dys[comm.rank])
+        grads = chainer.grad([y], inputs, [dy], enable_double_backprop=twice)
+    found = dict(zip(("y", "dx", *parameters), (y, *grads), strict=True))
+    with chainer.using_config("train", False):
+        found["evaluation"] = link(XS[0][comm.rank])
+    arrays = {key: v.array for key, v in found.items()}
+    return arrays | {"running_mean": link.avg_mean, "running_var": link.avg_var}
+
+
+def _normalized(
+    parts: list[tuple[int, Any]], n: int, o: dict[str, Any], weight: Any, bias: Any
+) -> oracle.Result:
+    """Of samples of ranks that have their statistics in common, in the n-th step."""
+    xs, dys = ([v[n][rank][samples] for rank, samples in parts] for v in (XS, DYS))
+    run = partial(oracle.batch_norm, xs, eps=o["eps"], weighting=o["weighting"])
+    result = run(dys, weight, bias)
+    if not o["fuse_relu"]:
+        return result
+    result = run([dy * (y > 0) for dy, y in zip(dys, result.y, strict=True)], weight, bias)
+    result.y = [np.maximum(y, 0) for y in result.y]
+    return result
+
+
+def _expected(name: str, o: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank must have, by the oracle."""
+    weight = WEIGHT if o["affine"] else np.ones(C)
+    bias = BIAS if o["affine"] and o["bias"] else np.zeros(C)
+    counts, whole = [20, 6], slice(None)
+    groups: list[list[tuple[int, Any]]] = [[(0, whole), (1, whole)]]
+    if name == "sub" and o["num_splits"] > 1:
+        groups = [[(0, slice(k, None, 2)), (1, slice(k, None, 2))] for k in (0, 1)]
+    elif name == "split":
+        parts = [np.array_split(np.arange(len(x)), min(1 + o["num_splits"], len(x))) for x in XS[0]]
+        groups = [[(rank, part)] for rank in (0, 1) for part in parts[rank]]
+    ranks: list[dict[str, Any]] = [
+        {"y": np.zeros_like(x), "dx": np.zeros_like(x), "dweight": 0, "dbias": 0} for x in XS[1]
+    ]
+    for group in groups:
+        result = _normalized(group, 1, o, weight, bias)
+        for k, (rank, samples) in enumerate(group):
+            ranks[rank]["y"][samples], ranks[rank]["dx"][samples] = result.y[k], result.dx[k]
+        for found in ranks:  # each with the sums over the ranks
+            found["dweight"] = found["dweight"] + result.dweight
+            found["dbias"] = found["dbias"] + result.dbias
+    for rank, found in enumerate(ranks):
+        mean, var = np.zeros(C), np.ones(C)
+        for n in (0, 1):
+            shared = [(rank, whole)] if name == "split" else [(0, whole), (1, whole)]
+            result = _normalized(shared, n, o, weight, bias)
+            local = o["running_var"] == "unbiased_local"
+            count = counts[rank] if local else result.count
+            factor = 1.0 if o["running_var"] == "biased" else count / (count - 1)
+            momentum = o["momentum"] or 1 / (n + 1)
+            mean, var = oracle.running((mean, var), result.mean, result.var, factor, momentum)
+        if o["track_running_stats"]:
+            found |= {"running_mean": mean, "running_var": var}
+        else:
+            alone = _normalized([(rank, whole)], 0, o, weight, bias)
+            mean, var = alone.mean, alone.var
+        x = XS[0][rank]
+        options: Any = {"eps": o["eps"], "mask": np.ones((len(x), x.shape[2]), bool)}
+        y = oracle.normalize(x, mean, var, weight, bias, **options)
+        found["evaluation"] = np.maximum(y, 0) if o["fuse_relu"] else y
+    return ranks
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
+@pytest.mark.parametrize("way, option, value", CASES)
+def test_an_option_does_what_it_says(way: Way, option: str, value: Any) -> None:
+    o = DEFAULTS | {option: value}
+    torch._dynamo.reset()
+    train = partial(_train_link if way[0] == "link" else _train, way, o)
+    ranks = run_ranks(2, train)
+    wrong = []
+    for rank, (found, right) in enumerate(zip(ranks, _expected(way[0], o), strict=True)):
+        for key, array in found.items():
+            if way[0] == "sub" and option == "num_splits" and key not in ("y", "dx"):
+                continue  # of a population, see test_sub_batch_norm
+            if key in ("dweight", "dbias"):
+                array = sum(each[key] for each in ranks)
+            if (error := oracle.relative_error(array, right[key])) > 1e-9:
+                wrong.append(f"{key} on rank {rank}: off by {error:.2g}")
+    assert not wrong, f"`{option}={value!r}` is ignored, or wrong, in {way}: {'; '.join(wrong)}"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*has skipped a batch")
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize(
+    "way", {way[:2]: way for way in WAYS if way[0] != "split"}.values(), ids="-".join
+)
+def test_nonfinite_does_what_it_says(way: Way, nonfinite: str) -> None:
+    """On the rank with finite numbers, too: an error, or an output of NaN and nothing moved."""
+    torch._dynamo.reset()
+    first, (own, other) = XS
+    o, xs = DEFAULTS | {"nonfinite": nonfinite}, [first, [own, other * np.nan]]
+    train = partial(_train_link if way[0] == "link" else _train, way, o, xs=xs)
+    if nonfinite == "raise":
+        with pytest.raises(FloatingPointError):
+            run_ranks(2, train)
+        return
+    for found in run_ranks(2, train):
+        assert np.isnan(found["y"]).all(), f"`nonfinite` is ignored in {way}"
+        assert np.isfinite(found.get("running_var", 0)).all(), f"a batch was not skipped in {way}"
