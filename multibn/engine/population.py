@@ -36,7 +36,8 @@ def running_variance(
     convention
         `"unbiased_global"` multiplies by N/(N-1) with N counted over all ranks (torch);
         `"unbiased_local"` by m/max(m-1, 1) with m counted on this rank (ChainerMN), so that ranks
-        with different m get different values; `"biased"` by 1 (detectron2, SlowFast, flax).
+        with different m get different values, and as `"unbiased_global"` where m is 0; `"biased"`
+        by 1 (detectron2, SlowFast, flax).
 
     Raises
     ------

@@ -336,7 +336,11 @@ def variance_factor(
         check_choice("running_var", convention, RunningVar)
         if convention == "biased":
             return 1.0
-        count = local_count
+        if hasattr(local_count, "dtype"):
+            xp = array_namespace(local_count)
+            count = xp.where(local_count > 0, local_count, 0.0 * local_count + count)
+        else:
+            count = local_count or count
     return count / at_least_one(count - 1)
 
 

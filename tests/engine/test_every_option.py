@@ -32,7 +32,7 @@ import chainer  # noqa: E402  isort: skip  (the backend makes it importable)
 C, LOCK = 3, threading.Lock()
 WEIGHT, BIAS = np.array([1.5, -0.5, 1.0]), np.array([0.5, 0.1, -1.0])
 DEFAULTS: dict[str, Any] = {
-    "eps": 1e-5,
+    "eps": 0.1,  # torch's own default would hide a call without an eps
     "momentum": 0.1,
     "affine": True,
     "bias": True,

@@ -15,7 +15,8 @@ BATCH = BatchStatistics(np.array([2.0]), np.array([3.0]), np.array(10.0), np.arr
         ("unbiased_global", 4, 10 / 9),
         ("unbiased_local", 4, 4 / 3),
         ("unbiased_local", 1, 1),  # ChainerMN's m/max(m-1, 1)
-        ("unbiased_local", 0, 0),
+        ("unbiased_local", 0, 10 / 9),  # of a rank without data, which has no factor of its own
+        ("unbiased_local", np.array(0.0), 10 / 9),
         ("biased", 4, 1),
     ],
 )

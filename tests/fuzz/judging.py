@@ -284,7 +284,7 @@ def _compare_running(
     for rank, step in enumerate(steps):
         if not step.before:
             continue
-        m = step.x[:, 0].size
+        m = step.x[:, 0].size or count
         factor = {
             "unbiased_global": count / max(count - 1, 1),
             "unbiased_local": m / max(m - 1, 1),

@@ -96,40 +96,55 @@ MEAN, VAR = np.random.default_rng(0).uniform(0.5, 2.0, (2, 7))
 
 
 def moved(
-    kernels: Any, old: Any, *, total: float = 6.0, spoil: float = 0.0, **options: Any
+    kernels: Any,
+    old: Any,
+    *,
+    total: float = 6.0,
+    count: float = 2.0,
+    spoil: float = 0.0,
+    **options: Any,
 ) -> Running:
     """Running statistics that a batch has moved, by a message of weight 1."""
     running = Running(*old, **options)
     summed = np.r_[MEAN, VAR + MEAN * MEAN + spoil, 1.0, total]
     of = LIBRARIES[0] if isinstance(running.mean, np.ndarray) else LIBRARIES[-1]
-    finish(kernels, of(summed), 1.0, 2.0, of=of, running=running)
+    finish(kernels, of(summed), 1.0, count, of=of, running=running)
     return running
 
 
 @pytest.mark.parametrize(
-    "momentum, n, convention, total, dtype, of",
+    "momentum, n, convention, total, count, dtype, of",
     spread(
         [0.3, 1.0, -0.5, None],
         [None, 0, 3],
         ["unbiased_global", "unbiased_local", "biased"],
         [0.0, 1.5, 6.0],
+        [2.0, 0.0],
         over=[["float32", "float64", "float16"], LIBRARIES],
     ),
 )
 def test_running_statistics_move_by_the_formula(
-    kernels: Any, dtype: str, momentum: Any, n: Any, convention: Any, total: float, of: Any
+    kernels: Any,
+    dtype: str,
+    momentum: Any,
+    n: Any,
+    convention: Any,
+    total: float,
+    count: float,
+    of: Any,
 ) -> None:
-    """A batch without elements changes nothing."""
+    """A batch without elements changes nothing; a rank without has the factor of all ranks."""
     olds = np.random.default_rng(1).uniform(0.5, 2.0, (2, 7)).astype(dtype)
     counter = None if n is None else of(np.array(n))
     options: Any = {"momentum": momentum, "convention": convention, "num_batches": counter}
     with only(kernels):
-        found = moved(kernels, [of(v.copy()) for v in olds], total=total, **options)
+        found = moved(kernels, [of(v.copy()) for v in olds], total=total, count=count, **options)
     is_moved = int(total > 0)
     share = momentum if momentum is not None or n is None else 1 / (n + 1)
     share = (share or 0.0) * is_moved
-    factors = {"unbiased_global": total / max(total - 1, 1), "unbiased_local": 2.0, "biased": 1.0}
-    expected = MEAN, VAR * factors[convention]
+    elements = 2.0 if convention == "unbiased_local" and count else total
+    factor = 1.0 if convention == "biased" else elements / max(elements - 1, 1)
+    expected = MEAN, VAR * factor
     rtol = {"float16": 1e-3, "float32": 2e-7, "float64": 1e-14}[dtype]
     for value, old, new in zip(found[:2], olds, expected, strict=True):
         assert value.dtype == of(old).dtype

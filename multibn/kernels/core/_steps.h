@@ -127,15 +127,11 @@ static void move(const Running *r, const double *mean, const double *var, int64_
 {
     if (!(total > 0))
         return;
-    double momentum = r->momentum, factor = 1;
+    double momentum = r->momentum, n = r->convention == UNBIASED_LOCAL && count > 0 ? count : total;
     if (r->num_batches)
         ++*r->num_batches;
     if (isnan(momentum))
         momentum = r->num_batches ? 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1) : 0;
-    if (r->convention == UNBIASED_GLOBAL)
-        factor = total / (total > 2 ? total - 1 : 1);
-    if (r->convention == UNBIASED_LOCAL)
-        factor = count / (count > 2 ? count - 1 : 1);
     approach(r->mean, mean, C, momentum, 1, memory);
-    approach(r->var, var, C, momentum, factor, memory);
+    approach(r->var, var, C, momentum, r->convention == BIASED ? 1 : n / (n > 2 ? n - 1 : 1), memory);
 }

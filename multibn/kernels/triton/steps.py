@@ -225,7 +225,10 @@ def _move(
             if tl.program_id(0) == 0:  # one program writes, and none reads
                 tl.store(num_batches, tl.load(num_batches) + seen.to(tl.int64))
     a = tl.where(seen, a, 0.0)
-    f = n / tl.where(n < 2.0, 1.0, n - 1.0) if UNBIASED else number(factor)
+    f = n / tl.where(n < 2.0, 1.0, n - 1.0)
+    if not UNBIASED:  # by a factor of this rank's, 0 for a rank without an element
+        own = number(factor)
+        f = tl.where(own == 0.0, f, own)
     _move_one(running_mean + c, mean, exists, a)
     _move_one(running_var + c, var * f, exists, a)
 
