@@ -15,6 +15,8 @@ Array: TypeAlias = Any
 
 Weighting: TypeAlias = Literal["element", "sample", "rank"]
 RunningVar: TypeAlias = Literal["unbiased_global", "unbiased_local", "biased"]
+# The answer of a layer to a batch that is not finite. None: "skip" for float16, else "raise".
+Nonfinite: TypeAlias = Literal["raise", "skip", None]
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import chainer
 from chainer import links as L
 
-from multibn._typing import RunningVar, Weighting, overridden
+from multibn._typing import Nonfinite, RunningVar, Weighting, overridden
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.communicators import CommunicatorLike
-from multibn.communicators.outcomes import Nonfinite
 
 
 def create_mnbn_model(

@@ -3,6 +3,8 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,19 +13,41 @@ import numpy as np
 from chainer import functions as F
 from chainer import initializers
 
-from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_ints, check_number
+from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_ints, check_number
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.functions import masked
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.outcomes import Nonfinite
 from multibn.communicators.people import find_path
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import step
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.kernels import Running
+from multibn.options import NormOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions(NormOptions):
+    """The options of a link, in Chainer's words."""
+
+    decay: float = 0.9
+    use_gamma: bool = True
+    use_beta: bool = True
+    avg_var: RunningVar = "unbiased_global"
+    dtype: Any = None
+    axis: tuple[int, ...] | None = None
+
+    attributes = MappingProxyType(
+        {"use_gamma": "gamma", "use_beta": "beta"}
+        | {"avg_var": "avg_var_convention", "dtype": "_highprec_dtype"}
+    )
+
+    def check(self) -> None:
+        super().check()
+        check_number("decay", self.decay, "[0, 1]")
+        check_choice("avg_var", self.avg_var, RunningVar)
 
 
 class MultiNodeBatchNormalization(chainer.Link):
@@ -122,11 +146,6 @@ class MultiNodeBatchNormalization(chainer.Link):
         fuse_relu: bool = False,
     ) -> None:
         super().__init__()
-        check_number("decay", decay, "[0, 1]")
-        check_eps(eps)
-        check_choice("weighting", weighting, Weighting)
-        check_choice("avg_var", avg_var, RunningVar)
-        check_choice("nonfinite", nonfinite, Nonfinite)
         self._built = Built()
         self._communicator = _wrapped(comm, communication_backend)
         self._communication_backend = communication_backend
@@ -136,6 +155,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.eps = eps
         self.nonfinite: Nonfinite = nonfinite
         self.fuse_relu = fuse_relu
+        LinkOptions.of(self).check()
         if axis is not None:
             axis = tuple(sorted({*axis} if isinstance(axis, Sequence) else {axis}))
             check_ints("axis", axis, least=0)
@@ -162,7 +182,7 @@ class MultiNodeBatchNormalization(chainer.Link):
                 self._communicator,
                 lambda: _name(own()),
                 built=self._built,
-                options=lambda: options_of(own()),
+                options=lambda: vars(LinkOptions.of(own())),
             )
         return _conversations[self]
 
@@ -329,14 +349,6 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
             running = pool.running._replace(mean=link.avg_mean, var=link.avg_var)
             step.move(running, *pool.compute())
             link.count(running)
-
-
-def options_of(link: Any) -> dict[str, object]:
-    """The options of a link, which must be equal on all ranks."""
-    names = "decay", "eps", "weighting", "fuse_relu", "nonfinite", "axis"
-    options = {f"use_{name}": getattr(link, name) is not None for name in ("gamma", "beta")}
-    options |= {"avg_var": link.avg_var_convention, "dtype": link._highprec_dtype.name}
-    return options | {name: getattr(link, name) for name in names}
 
 
 def _name(link: chainer.Link | None) -> str:

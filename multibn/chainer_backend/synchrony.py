@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import chainer
 import numpy as np
 
-from multibn.chainer_backend.links import MultiNodeBatchNormalization, options_of
+from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.engine.synchrony import check_equal, largest_group
 
@@ -62,7 +62,7 @@ def check_sync(
             if value is None or isinstance(value, chainer.get_array_types()):
                 arrays[f"{path.rstrip('/')}/{name}"] = value
     options = {
-        path: options_of(link)
+        path: vars(LinkOptions.of(link))
         for path, link in model.namedlinks()
         if isinstance(link, MultiNodeBatchNormalization)
     }

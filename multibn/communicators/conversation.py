@@ -18,7 +18,7 @@ from multibn import message
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import outcomes
-from multibn.communicators.agreement import Built, Known, agree
+from multibn.communicators.agreement import Built, Known, agree, raise_for_options, texts_of
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.people import by_answer, fail, for_people
@@ -59,6 +59,11 @@ class Conversation(Forwarding):
     def name(self) -> str:
         """The name of the layer."""
         return self._find_name()
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """The options with which the layer first communicated, or the function was called."""
+        return texts_of(self)
 
     @property
     def num_messages(self) -> int:
@@ -233,7 +238,8 @@ class Phase(Forwarding):
                 name, self._known = agree(layer, communicator, self._lines, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             self._place = f"{name} {self.name} {length}"
-            self._fingerprint = message.fingerprint(f"{self._place} {self.kind} {self.gradients}")
+            facts = f"{self._place} {self.kind} {self.gradients} {layer.texts}"
+            self._fingerprint = message.fingerprint(facts)
             lanes = message.lanes(self.name, self._fingerprint)
         self._sent_tail = np.array(lanes).data
         self._fingerprints = [self._size * v for v in lanes[-2:]]
@@ -307,8 +313,8 @@ class Phase(Forwarding):
             fail(
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {self._call(number)}, on "
-                f"rank {self.rank}: another rank was in another layer, in another dtype, or alone "
-                f"with or without gradients. {ALIKE}",
+                f"rank {self.rank}: another rank was in another layer, in another dtype, in a "
+                f"function with other options, or alone with or without gradients. {ALIKE}",
             )
         layer = self.wrapped
         width = f"{message.num_channels(self._num_numbers + self.num_lanes)} channels"
@@ -317,9 +323,10 @@ class Phase(Forwarding):
         which = f"layer {number_of_layer} by the first call"
         facts = self.gradients, width, f"{width}, {which}"
         calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
-        answers = gather([f"{self._place} {self.kind}", *calls], layer.wrapped)
-        places, texts, gradients, *others = zip(*answers, strict=True)
+        answers = gather([f"{self._place} {self.kind}", layer.texts, *calls], layer.wrapped)
+        places, options, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
+            raise_for_options(layer.name, options)
             fail(
                 RuntimeError,
                 f"the ranks differ in whether a backward pass may follow: {by_answer(gradients)}. "

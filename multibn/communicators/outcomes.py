@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +24,6 @@ def name_of(communicator: Any, /) -> str:
     """The name of the layer that uses the communicator, for people."""
     layer = layer_of(communicator)
     return "a layer" if layer is None else for_people(layer.name)
-
-
-# The answer of a layer to a batch that is not finite. None: "skip" for float16, else "raise".
-Nonfinite: TypeAlias = Literal["raise", "skip", None]
 
 
 def skips(communicator: Any, dtype: Any, /) -> bool:

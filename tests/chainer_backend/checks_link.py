@@ -4,6 +4,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import chainer
@@ -18,10 +19,12 @@ from multibn.chainer_backend import (
     create_mnbn_model,
 )
 from multibn.chainer_backend import check_sync as expect_in_sync  # not a check of its own
+from multibn.chainer_backend.links import LinkOptions
 from multibn.communicators import Communicator, SingleProcess
 from tests.chainer_backend.test_extensions import assert_population
 from tests.harness.runs import on, only
 from tests.helpers.normalized import normalized
+from tests.helpers.options import OTHERS
 from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
@@ -46,6 +49,18 @@ def check_any_axes_can_be_channels(world: Communicator) -> None:
     got = per_pixel(x).array
     flat = normalized([v.reshape(3, -1) for v in xs], 2e-5)[world.rank]
     np.testing.assert_allclose(got, flat.reshape(x.shape), rtol=1e-10)
+
+
+def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None:
+    """Each option that the record names."""
+    others: dict[str, Any] = {f.name: OTHERS.get(f.name, [False])[0] for f in fields(LinkOptions)}
+    others |= {"decay": 0.5, "avg_var": "biased", "dtype": np.float64, "axis": (0, 1)}
+    for name, value in others.items():
+        options = {name: value} if world.rank == 1 else {}
+        link = MultiNodeBatchNormalization(C, world, **options)
+        with pytest.raises(ValueError, match=rf"\[1\] in {name}=") as raised:
+            link(np.ones((4, C, C), "f"))
+        assert str(raised.value).count(f"{name}=") == 2, raised.value
 
 
 def check_copies_share_the_group(world: Communicator) -> None:

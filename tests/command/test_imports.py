@@ -16,6 +16,7 @@ PACKAGE = ROOT / "multibn"
 # A module imports from its own floor and from those below.
 FLOORS = """
 _typing _version _environment registry
+options
 _arrays checkpoint.files
 message communicators.base communicators.people communicators.waits
 checkpoint communicators.watch

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -13,7 +15,9 @@ from torch import nn
 from multibn import torch_backend
 from multibn.communicators import Communicator
 from multibn.communicators.agreement import Built
+from multibn.options import NormOptions
 from tests.harness.runs import on
+from tests.helpers.options import OTHERS
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
 
@@ -104,24 +108,30 @@ def check_models_that_change_places_later_are_an_error(world: Communicator) -> N
         _means(models[::-1] if world.rank == 1 else models)
 
 
-_OPTIONS: dict[str, object] = {
-    "eps": 0.5,
-    "momentum": 0.2,
-    "affine": False,
-    "weighting": "rank",
-    "running_var": "biased",
-    "fuse_relu": True,
-}
-
-
 def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None:
-    """Named with both values, by the first message and by `check_sync`."""
-    for name, value in _OPTIONS.items():
-        options = {name: value} if world.rank == 1 else {}
-        layer = torch_backend.SyncBatchNorm(2, process_group=world, **options)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="built SyncBatchNorm differently: ") as raised:
-            layer(torch.ones(4, 2))
-        assert f"rank(s) [1] in {name}={value}" in str(raised.value), raised.value
-        assert str(raised.value).count(f"{name}=") == 2, raised.value
-        with pytest.raises(RuntimeError, match=f"{name}={value}"):
-            torch_backend.check_sync(nn.Sequential(layer), world)
+    """Each option that the record names: with both values, by a first message and `check_sync`."""
+    for name, values in OTHERS.items():
+        of_parts = name == "num_splits"
+        make: Any = torch_backend.SubBatchNorm1d if of_parts else torch_backend.SyncBatchNorm
+        for value in values:
+            options = {"num_splits": 1} if of_parts else {}
+            options |= {name: value} if world.rank == 1 else {}
+            layer = make(num_features=2, process_group=world, **options)
+            with pytest.raises(ValueError, match=r"built \w*BatchNorm\w* differently: ") as raised:
+                layer(torch.ones(4, 2))
+            assert str(raised.value).count(f"{name}=") == 2, raised.value
+            with pytest.raises(RuntimeError, match=f"{name}={value}"):
+                torch_backend.check_sync(nn.Sequential(layer), world)
+
+
+def check_an_option_of_one_call_is_an_error_on_all(world: Communicator) -> None:
+    """Also of a function that the ranks have called with like options before."""
+    x = torch.randn(4, 2)
+    for name in (field.name for field in fields(NormOptions) if field.name != "fuse_relu"):
+        for value in OTHERS[name]:
+            torch_backend.sync_batch_norm(x, process_group=world)
+            torch_backend.sync_batch_norm(x, process_group=world, **{name: value})
+            options = {name: value} if world.rank == 1 else {}
+            message = rf"\[1\] in {name}={value}. Build the same model"
+            with pytest.raises(ValueError, match=message):
+                torch_backend.sync_batch_norm(x, process_group=world, **options)

@@ -7,6 +7,7 @@ what must come out.
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ import pytest
 
 from multibn.parity import oracle
 from tests.helpers import require
+from tests.helpers.options import OTHERS
 from tests.helpers.ranks import run_ranks
 
 require.need("torch", "chainer")
@@ -31,29 +33,8 @@ import chainer  # noqa: E402  isort: skip  (the backend makes it importable)
 
 C, LOCK = 3, threading.Lock()
 WEIGHT, BIAS = np.array([1.5, -0.5, 1.0]), np.array([0.5, 0.1, -1.0])
-DEFAULTS: dict[str, Any] = {
-    "eps": 0.1,  # torch's own default would hide a call without an eps
-    "momentum": 0.1,
-    "affine": True,
-    "bias": True,
-    "track_running_stats": True,
-    "weighting": "element",
-    "running_var": "unbiased_global",
-    "nonfinite": None,
-    "fuse_relu": False,
-    "num_splits": 1,
-}
-OTHERS: dict[str, list[Any]] = {
-    "eps": [0.3],
-    "momentum": [0.7, None],
-    "affine": [False],
-    "bias": [False],
-    "track_running_stats": [False],
-    "weighting": ["sample", "rank"],
-    "running_var": ["unbiased_local", "biased"],
-    "fuse_relu": [True],
-    "num_splits": [2],
-}
+# torch's own eps would hide a call without any.
+DEFAULTS: dict[str, Any] = vars(tb.SyncBatchNorm.Options(eps=0.1))
 
 
 def _batch(rank: int, seed: int) -> np.ndarray[Any, Any]:
@@ -127,17 +108,17 @@ LAYERS: dict[str, Make] = {
     "split": _split,
     "function": Function,
 }
-# The options that such a layer has not, or that have no meaning there.
+# The options that such a layer has not, that have no meaning there, or a test of their own.
 LACKS = {
-    "layer": "num_splits",
-    "naive": "num_splits",
-    "sub": "fuse_relu",
-    "converted": "fuse_relu num_splits",
-    "own forward": "fuse_relu num_splits",
-    "own call": "fuse_relu num_splits",
-    "split": "fuse_relu weighting",
-    "function": "fuse_relu num_splits momentum running_var track_running_stats",
-    "link": "num_splits track_running_stats",
+    "layer": "nonfinite num_splits",
+    "naive": "nonfinite num_splits",
+    "sub": "nonfinite fuse_relu",
+    "converted": "nonfinite fuse_relu num_splits",
+    "own forward": "nonfinite fuse_relu num_splits",
+    "own call": "nonfinite fuse_relu num_splits",
+    "split": "nonfinite fuse_relu weighting",
+    "function": "nonfinite fuse_relu num_splits momentum running_var track_running_stats",
+    "link": "nonfinite num_splits track_running_stats",
 }
 
 
@@ -304,6 +285,13 @@ def _expected(name: str, o: dict[str, Any]) -> list[dict[str, Any]]:
         y = oracle.normalize(x, mean, var, weight, bias, **options)
         found["evaluation"] = np.maximum(y, 0) if o["fuse_relu"] else y
     return ranks
+
+
+def test_every_option_is_tried() -> None:
+    untried = {field.name for field in fields(tb.SyncBatchNorm.Options)} ^ OTHERS.keys()
+    assert not untried, (
+        f"tests/helpers/options.py needs other values of, and of these alone: {untried}"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself

@@ -7,14 +7,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn._typing import RunningVar, Weighting, check_int, overridden
+from multibn._typing import Nonfinite, RunningVar, Weighting, check_int, overridden
 from multibn.communicators import CommunicatorLike
-from multibn.communicators.outcomes import Nonfinite
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel
 from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.sub_batch_norm import Part
-from multibn.torch_backend.layer.synchronized import ALONE, Synchronized, check_arguments
+from multibn.torch_backend.layer.synchronized import ALONE, LayerOptions, Synchronized
 
 # Names that a class may define and still behave like the layer that it derives from.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
@@ -163,7 +162,8 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
         if why := _cannot_convert(part):
             obstacles[path] = f"{_name(part)}: {why}"
         elif isinstance(part, _BatchNorm):
-            check_arguments(part.num_features, part.eps, part.momentum)
+            check_int("num_features", part.num_features)
+            LayerOptions.of(part).check()
             layers.append(part)
     message = ""
     if obstacles:

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn._typing import Weighting, check_choice, check_eps, check_residual
+from multibn._typing import Nonfinite, Weighting, check_eps, check_residual
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.outcomes import Nonfinite
 from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
 from multibn.kernels import Running, generic
+from multibn.options import NormOptions
 from multibn.torch_backend.layer import autograd, dtensors
 
 
@@ -94,17 +94,16 @@ def sync_batch_norm(
     >>> y.flatten(), statistics.mean.item()
     (tensor([-1.,  1.]), 2.0)
     """
-    options: dict[str, object] = {"nonfinite": nonfinite}
+    options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
+    compared: dict[str, object] = {"nonfinite": nonfinite}
     group = as_communicator(process_group)
-    communicator = Conversation(group, lambda: "sync_batch_norm", options=lambda: options)
+    communicator = Conversation(group, lambda: "sync_batch_norm", options=lambda: compared)
     try:
-        check_eps(eps)
-        check_choice("weighting", weighting, Weighting)
-        check_choice("nonfinite", nonfinite, Nonfinite)
+        options.check()
         num_channels = _channels_of(weight, bias)
     except (TypeError, ValueError) as error:
         refuse(error, x, None, communicator)
-    options |= {"eps": eps, "weighting": weighting}
+    compared |= vars(options)
     mask = mask_of(x, mask, lengths, num_channels, communicator)
     i = Input(x, weight, bias, eps, all_but_channels(x), mask=mask)
     y, batch = forward(i, num_channels, communicator, weighting=weighting)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
-from multibn.communicators.outcomes import Nonfinite
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.kernels import generic
@@ -18,7 +17,6 @@ from multibn.torch_backend.layer.micro_batches import step_statistics
 from multibn.torch_backend.layer.synchronized import (
     ALONE,
     Synchronized,
-    check_arguments,
     running_of,
 )
 
@@ -139,14 +137,14 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         nonfinite: Nonfinite = None,
         fuse_relu: bool = False,
     ) -> None:
-        check_arguments(num_features, eps, momentum)
+        check_int("num_features", num_features)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
-        self.configure(process_group, weighting, running_var, nonfinite)
         self.fuse_relu = fuse_relu
+        self.configure(process_group, weighting, running_var, nonfinite)
 
     def forward(
         self,
@@ -235,10 +233,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
         return Input(x, weight, bias, self.eps, axis, self.fuse_relu, mask, residual, running)
-
-    def extra_repr(self) -> str:
-        splits = f", num_splits={self._num_splits}" if self._num_splits > 1 else ""
-        return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}{splits}"
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):

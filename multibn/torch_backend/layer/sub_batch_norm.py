@@ -8,17 +8,16 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._arrays import is_on_host, values
-from multibn._typing import RunningVar, Weighting, check_int
+from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
-from multibn.communicators.outcomes import Nonfinite
 from multibn.engine.statistics import reduced_axes
 from multibn.engine.step import Input
 from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.modules import call_node
 from multibn.torch_backend.layer.synchronized import (
     ALONE,
+    LayerOptions,
     Synchronized,
-    check_arguments,
     has_hooks,
     moves,
     running_of,
@@ -69,8 +68,8 @@ class _SubBatchNorm(Synchronized):
         running_var: RunningVar = "unbiased_global",
         nonfinite: Nonfinite = None,
     ) -> None:
-        check_int("num_splits", num_splits)
-        check_arguments(num_features, eps, momentum)
+        for name, value in (("num_splits", num_splits), ("num_features", num_features)):
+            check_int(name, value)
         super().__init__()
         self.num_splits = num_splits
         self.num_features = num_features
@@ -195,9 +194,14 @@ class _SubBatchNorm(Synchronized):
         for buffer, value in zip(old, new, strict=True):
             buffer.copy_(value if count is None else torch.where(count > 0, value, buffer))
 
+    _num_splits = property(lambda self: self.num_splits)
+
+    @property
+    def norm_options(self) -> LayerOptions:
+        return self.Options.of(self, self.split_bn)
+
     def extra_repr(self) -> str:
-        shared = super().extra_repr()
-        return f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}{shared}"
+        return f"{self.num_features}{super().extra_repr()}"
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any

@@ -1,20 +1,22 @@
 """The base of layers that share statistics: ranks, options, a name, buffers that a step moves."""
 
 import weakref
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
+from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.outcomes import Nonfinite
 from multibn.communicators.people import find_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
 from multibn.kernels import Running
+from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, data_parallel, dtensors
 
 #: This process alone, known to compiled code.
@@ -31,8 +33,32 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions(NormOptions):
+    """The options of a layer of torch's; a subclass of the layer may name one with more fields."""
+
+    momentum: float | None = 0.1
+    affine: bool = True
+    bias: bool = True
+    track_running_stats: bool = True
+    running_var: RunningVar = "unbiased_global"
+    num_splits: int = 1
+
+    attributes = MappingProxyType(
+        {"bias": "bias", "running_var": "running_var_convention", "num_splits": "_num_splits"}
+    )
+
+    def check(self) -> None:
+        super().check()
+        check_number("momentum", self.momentum, "[0, 1]", none="the cumulative average")
+        check_choice("running_var", self.running_var, RunningVar)
+        check_int("num_splits", self.num_splits)
+
+
 class Synchronized(nn.Module):
-    """Base class of the layers that share statistics: the ranks, and the conventions."""
+    """Base class of the layers that share statistics: the ranks, and the options."""
+
+    Options: ClassVar[type[LayerOptions]] = LayerOptions
 
     built: Built  # which of the process's layers this one is
     conversation: Conversation  # the layer's communicator, with the layer's name in its model
@@ -47,14 +73,17 @@ class Synchronized(nn.Module):
         nonfinite: Nonfinite = None,
     ) -> None:
         """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
-        check_choice("weighting", weighting, Weighting)
-        check_choice("running_var", running_var, RunningVar)
-        check_choice("nonfinite", nonfinite, Nonfinite)
         self.built = Built()
         self.process_group = process_group
         self.nonfinite = nonfinite
         self.weighting: Weighting = weighting
         self.running_var_convention: RunningVar = running_var
+        self.norm_options.check()
+
+    @property
+    def norm_options(self) -> LayerOptions:
+        """The options at this moment, which must be equal on all ranks when a layer first runs."""
+        return self.Options.of(self)
 
     @property
     def process_group(self) -> Communicator:
@@ -69,7 +98,7 @@ class Synchronized(nn.Module):
             as_communicator(obj),
             lambda: _name(layer()),
             built=self.built,
-            options=lambda: options_of(layer()),
+            options=lambda: _options(layer()),
         )
         compiled.register(self.conversation)
 
@@ -80,11 +109,8 @@ class Synchronized(nn.Module):
         return self.conversation.over(ALONE)
 
     def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, process_group={self.process_group}, "
-            f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
-            f"{f', nonfinite={self.nonfinite!r}' if self.nonfinite else ''}"
-        )
+        said = super().extra_repr()
+        return f"{said}, process_group={self.process_group}{self.norm_options.words(said)}"
 
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
@@ -95,25 +121,8 @@ class Synchronized(nn.Module):
         self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
 
 
-def check_arguments(num_features: object, eps: object, momentum: object) -> None:
-    """Raise unless a layer can have these arguments."""
-    check_int("num_features", num_features)
-    check_eps(eps)
-    check_number("momentum", momentum, "[0, 1]", none="the cumulative average")
-
-
-# Those of a layer's attributes that must be equal on all ranks, and what people call them.
-_OPTIONS = {
-    **{name: name for name in ("eps", "momentum", "affine", "track_running_stats")},
-    **{name: name for name in ("weighting", "fuse_relu", "nonfinite", "num_splits")},
-    "running_var_convention": "running_var",
-    "_num_splits": "num_splits",
-}
-
-
-def options_of(layer: nn.Module | None) -> dict[str, object]:
-    """The options of a layer, which must be equal on all ranks."""
-    return {text: getattr(layer, name) for name, text in _OPTIONS.items() if hasattr(layer, name)}
+def _options(layer: Synchronized | None) -> dict[str, object]:
+    return {} if layer is None else vars(layer.norm_options)
 
 
 def _name(layer: nn.Module | None) -> str:

@@ -20,7 +20,7 @@ from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer import dtensors
-from multibn.torch_backend.layer.synchronized import Synchronized, options_of
+from multibn.torch_backend.layer.synchronized import Synchronized
 
 How: TypeAlias = Literal["broadcast", "pool"]
 
@@ -80,7 +80,7 @@ def check_sync(
     dense = ((name, t if is_lazy(t) or not t.is_sparse else t.to_dense()) for name, t in named)
     arrays = {name: None if is_lazy(t) else t for name, t in dense}
     options = {
-        name: options_of(layer)
+        name: vars(layer.norm_options)
         for name, layer in model.named_modules()
         if isinstance(layer, Synchronized)
     }

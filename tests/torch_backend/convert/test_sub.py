@@ -24,7 +24,6 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
-from multibn.torch_backend.layer.synchronized import options_of  # noqa: E402
 
 
 def expected(x: Tensor, num_splits: int) -> Tensor:
@@ -94,7 +93,7 @@ def test_a_converted_layer_is_converted_anew() -> None:
     for num_splits in (2, 3):
         assert convert_sub_batchnorm(model, num_splits, strict=True)[0] is layer
         assert isinstance(layer.process_group, SingleProcess)
-        assert options_of(layer)["num_splits"] == num_splits
+        assert layer.norm_options.num_splits == num_splits
         assert f", num_splits={num_splits})" in repr(layer)
         assert layer.nonfinite == "skip"
         assert relative_error(model(x).detach(), expected(x, num_splits)) < 1e-5

@@ -330,8 +330,8 @@ def test_reset_parameters_gives_the_state_of_a_new_layer() -> None:
 
 def test_repr_names_the_splits_and_the_conventions() -> None:
     text = repr(make(2, C, weighting="sample"))
-    assert "3, num_splits=2, affine=True, process_group=SingleProcess(), weighting='sample'" in text
-    assert "running_var='unbiased_global'" in text
+    assert "3, process_group=SingleProcess(), weighting='sample', num_splits=2" in text
+    assert "affine=False" in repr(make(2, C, affine=False))
 
 
 @pytest.mark.parametrize("num_splits, n", [(2, 7), (4, 6), (2, 1)])

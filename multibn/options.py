@@ -1,0 +1,50 @@
+"""The options of a layer, as one record: checks, comparisons, the repr and tests are made of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from multibn._typing import Nonfinite, Weighting, check_choice, check_eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOptions:
+    """The options that both frameworks have under one name; equal on all ranks.
+
+    A framework, or a class of layers, adds options by fields of its own, and `check` for these.
+    """
+
+    eps: float = 1e-5
+    weighting: Weighting = "element"
+    nonfinite: Nonfinite = None
+    fuse_relu: bool = False
+
+    #: Where a layer has an option, if not under the option's name. A parameter stands for a bool.
+    attributes: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def of(cls, *layers: Any) -> Any:
+        """The options of a layer, whose attributes may have been set since, and of its parts."""
+        found: dict[str, Any] = {}
+        for field in fields(cls):
+            name = cls.attributes.get(field.name, field.name)
+            values = (getattr(layer, name) for layer in layers if hasattr(layer, name))
+            value = next(values, field.default)
+            is_parameter = isinstance(field.default, bool) and field.name in cls.attributes
+            found[field.name] = value is not None if is_parameter else value
+        return cls(**found)
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError, which names the option, for a wrong value."""
+        check_eps(self.eps)
+        check_choice("weighting", self.weighting, Weighting)
+        check_choice("nonfinite", self.nonfinite, Nonfinite)
+
+    def words(self, said: str = "") -> str:
+        """The options that are not the defaults, for a repr that has `said` others already."""
+        words = [
+            f", {field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default and f"{field.name}=" not in said
+        ]
+        return "".join(words)
