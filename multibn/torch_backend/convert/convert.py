@@ -8,7 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_int, overridden
-from multibn.communicators import CommunicatorLike
+from multibn.communicators import CommunicatorLike, as_communicator
+from multibn.communicators.base import identity
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel
 from multibn.torch_backend.layer.modules import SyncBatchNorm
@@ -87,7 +88,9 @@ def convert_sync_batchnorm(
     -----
     UserWarning
         One warning for all layers that stay as they are, with paths for each reason, as a class
-        that is not torch's batch norm. One if the model has no batch norm.
+        that is not torch's batch norm. One if the model has no batch norm. One for layers that
+        share already, and have other options than those that were passed; a `process_group` is
+        compared if there is no layer to convert.
 
     Examples
     --------
@@ -100,12 +103,38 @@ def convert_sync_batchnorm(
     """
     options: Any = {"weighting": weighting, "running_var": running_var, "nonfinite": nonfinite}
     SyncBatchNorm(1, process_group=process_group, **options)
-    for layer in map(derived.derive, _find(module, strict)):
+    layers = _find(module, strict)
+    if kept := _with_others(module, layers, process_group, options):
+        warnings.warn(_list(kept, "they share already"), stacklevel=2)
+    for layer in map(derived.derive, layers):
         layer.configure(layer.own_group if process_group is None else process_group, **options)
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
             data_parallel.watch(part)
     return module
+
+
+def _with_others(
+    module: nn.Module,
+    layers: list[_BatchNorm],
+    process_group: CommunicatorLike,
+    options: dict[str, Any],
+) -> dict[str, str]:
+    """The layers that share already, and not as a conversion of `layers` asks: paths, and why."""
+    kept: dict[str, str] = {}
+    asked = {name: v for name, v in options.items() if v != getattr(LayerOptions, name)}
+    for path, part in module.named_modules():
+        if not isinstance(part, SyncBatchNorm) or part in layers:
+            continue
+        has, group = vars(part.norm_options), part.process_group
+        others = [f"{name}={has[name]!r}" for name, value in asked.items() if has[name] != value]
+        # With layers to convert, the call is about their ranks.
+        if not layers and process_group is not None:
+            is_same = identity(as_communicator(process_group)) == identity(group)
+            others += [] if is_same else [f"process_group={group}"]
+        if others:
+            kept[path] = f"{', '.join(others)}. Call revert_sync_batchnorm before"
+    return kept
 
 
 def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = False) -> Any:

@@ -1,12 +1,13 @@
 """convert_sync_batchnorm and revert_sync_batchnorm."""
 
 import re
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 
-from multibn import SingleProcess
+from multibn import Group, SingleProcess
 from tests.helpers import require
 from tests.helpers.ranks import errors_of_rank_0
 
@@ -24,6 +25,7 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
+from multibn.torch_backend.layer.synchronized import LayerOptions  # noqa: E402
 
 
 class Renamed(nn.BatchNorm2d):
@@ -119,6 +121,34 @@ def test_converting_again_changes_nothing() -> None:
     group = layer.process_group
     assert convert_sync_batchnorm(model)[0] is layer
     assert layer.process_group is group
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"weighting": "rank"}, "weighting='element'"),
+        ({"running_var": "biased", "nonfinite": "skip"}, "running_var='.*', nonfinite=None"),
+        ({"process_group": Group(None, [0])}, r"process_group=SingleProcess\(\)"),
+        ({"process_group": SingleProcess(), "strict": True}, ""),
+    ],
+)
+def test_other_options_for_layers_that_share_already_are_named(
+    options: dict[str, Any], named: str
+) -> None:
+    """Before, they had no effect, and nobody was told. Layers that are new have the options."""
+    first: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), SingleProcess())
+    both: Any = nn.Sequential(first[0], nn.BatchNorm2d(3))
+    for model in (first, both):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            convert_sync_batchnorm(model, **options)
+        said = "".join(str(w.message) for w in seen)
+        is_named = bool(named) and not ("process_group" in options and model is both)
+        pattern = rf"1 layer.* share already: 0 \({named}. Call revert_sync_batchnorm before\)\."
+        assert re.fullmatch(pattern if is_named else "", said)
+        assert first[0].norm_options == LayerOptions()
+    for name in {"weighting", "running_var", "nonfinite"} & options.keys():
+        assert getattr(both[1].norm_options, name) == options[name]
 
 
 def test_what_never_shares_is_not_named() -> None:
