@@ -222,10 +222,10 @@ class MultiNodeBatchNormalization(chainer.Link):
             Variable or array of the shape and dtype of `x` that is added to the output, before the
             ReLU of `fuse_relu=True`.
         mask, lengths
-            Which elements count: booleans of the shape of `x` without the channel axes, or one that
-            broadcasts to it; or integers of shape `(N,)`, for each sample the number of elements of
-            the first spatial axis. The others have no part in anything, whatever they hold; output
-            and gradient are 0 there.
+            Which elements count: booleans, True for those that do, of the shape of `x` without the
+            channel axes, or one that broadcasts to it; or integers of shape `(N,)`, for each sample
+            the number of elements of the first spatial axis. The others have no part in anything,
+            whatever they hold; output and gradient are 0 there.
 
         Raises
         ------

@@ -124,8 +124,9 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
         if wrong.shape[0]:
             n = int(wrong[0])
             raise ValueError(
-                f"`lengths` must be from 0 to {L}, the length of the input: got "
-                f"{int(lengths[n])} for sample {n}."
+                f"`lengths` must be from 0 to {L}, the length of an input (N, C, L, ...) of shape "
+                f"{tuple(x.shape)}: got {int(lengths[n])} for sample {n}. Transpose an input "
+                "(N, L, C) before, and its output after."
             )
     mask = xp.arange(L, device=device(x)) < to_device(lengths, device(x))[:, None]
     return xp.reshape(mask, (N, L) + (1,) * len(others))

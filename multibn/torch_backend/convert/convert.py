@@ -3,18 +3,20 @@
 import warnings
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_int, overridden
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.communicators.base import identity
+from multibn.engine.step import Input
+from multibn.kernels import generic
 from multibn.torch_backend.convert import derived
-from multibn.torch_backend.layer import data_parallel
+from multibn.torch_backend.layer import compiled, data_parallel, functional
 from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.sub_batch_norm import Part
-from multibn.torch_backend.layer.synchronized import ALONE, LayerOptions, Synchronized
+from multibn.torch_backend.layer.synchronized import ALONE, LayerOptions, Synchronized, running_of
 
 # Names that a class may define and still behave like the layer that it derives from.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
@@ -23,7 +25,8 @@ _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
 class BatchNorm(_BatchNorm):
     """Batch normalization of this process alone, for any number of dimensions from 2.
 
-    `revert_sync_batchnorm` returns one for a `SyncBatchNorm` that was never converted.
+    `revert_sync_batchnorm` returns one for a `SyncBatchNorm` that was never converted. A call takes
+    `mask` or `lengths`, as one of that layer.
 
     Examples
     --------
@@ -32,6 +35,22 @@ class BatchNorm(_BatchNorm):
     >>> type(layer).__name__, layer.momentum
     ('BatchNorm', 0.01)
     """
+
+    def forward(
+        self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        if mask is lengths is None:
+            return super().forward(input)
+        mask = compiled.mask_of(input, mask, lengths, self.num_features, ALONE)
+        mean, var = self.running_mean, self.running_var
+        if self.training or mean is None:
+            axis = functional.all_but_channels(input)
+            running = running_of(self, "unbiased_global") if self.training else None
+            i = Input(input, self.weight, self.bias, self.eps, axis, mask=mask, running=running)
+            return compiled.forward(i, self.num_features, ALONE, weighting="element")[0]
+        x, parameters = generic.masked(input, mask), (self.weight, self.bias)
+        y = functional.normalize_by_running(x, *parameters, mean, var, eps=self.eps)
+        return generic.masked(y, mask)
 
     def _check_input_dim(self, input: Any) -> None:
         if input.ndim < 2:

@@ -87,8 +87,10 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 
     Notes
     -----
-    `layer(input, mask=mask)` leaves elements out: `mask` has dtype bool and the shape
-    `(N, *spatial)`, or one that broadcasts to it, on the device of the input. For samples that are
+    `layer(input, mask=mask)` leaves elements out: `mask` has dtype bool, True for the elements that
+    count, and the shape `(N, *spatial)`, or one that broadcasts to it, on the device of the input.
+    torch's `key_padding_mask`, True for padding, is the opposite: pass `~key_padding_mask`. For
+    samples that are
     padded at the end, `layer(input, lengths=lengths)` takes integers of shape `(N,)` and an input
     `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count.
 

@@ -22,6 +22,7 @@ from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     convert_sub_batchnorm,
     join,
+    revert_sync_batchnorm,
     sync_batch_norm,
     update_bn_stats,
 )
@@ -198,7 +199,7 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("type", {"mask": np.ones((4, L), bool)}, TypeError, "`mask` must be a Tensor.*: got ndarray"),
     ("list", {"lengths": [1, 2, 3, 4]}, TypeError, "`lengths` must be a Tensor.*: got list"),
     ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
-     "`lengths` must be from 0 to 7, the length of the input: got 8 for sample 1"),
+     "`lengths` must be from 0 to 7, the length of an input .*: got 8 for sample 1. Transpose"),
     ("negative", {"lengths": torch.tensor([1, 7, -1, 1])}, ValueError, "got -1 for sample 2"),
     ("sparse", {"mask": torch.ones(4, L).bool().to_sparse()}, TypeError,
      r"`mask` must be a dense tensor: got layout torch.sparse_coo. Call to_dense\(\) on it"),
@@ -218,6 +219,30 @@ def test_wrong_masks_are_errors_on_every_rank(
     errors_of_rank_0(
         lambda wrong, group: layer_of(group)(X, **(options if wrong else right)), error, message
     )
+
+
+def test_an_input_with_channels_last_is_told_of_the_transpose() -> None:
+    """Where the lengths do not give the mistake away, the number of channels does."""
+    with pytest.raises(ValueError, match=r"got 7 in shape .*pass x\.movedim\(-1, 1\), and movedim"):
+        layer_of()(X.movedim(1, -1), lengths=torch.full((4,), 2))
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_a_reverted_layer_takes_masks(tracks: bool) -> None:
+    """With the numbers of the layer that it was, which shared with nobody."""
+    layers = [layer_of(track_running_stats=tracks) for _ in "ab"]
+    layers[1] = revert_sync_batchnorm(layers[1])
+    x, lengths, mask = batch(0)
+    for options in ({"lengths": lengths}, {"mask": mask}):
+        for training in (True, False):
+            ys = [layer.train(training)(x, **options) for layer in layers]
+            torch.testing.assert_close(*ys, rtol=0, atol=0)
+            grads = [
+                torch.autograd.grad(y.sum(), [*layer.parameters()])
+                for y, layer in zip(ys, layers, strict=True)
+            ]
+            torch.testing.assert_close(*grads, rtol=0, atol=0)
+    torch.testing.assert_close(*(layer.state_dict() for layer in layers), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
