@@ -286,7 +286,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     empty = torch.empty
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **options: empty(*a, **options))
+    # Not without a device: the default one, which may be a GPU, has no memory to pin.
+    pinned = lambda *a, pin_memory, device, **options: empty(*a, **options)  # noqa: E731
+    monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     streams = "the stream of GPU {0.index}".format

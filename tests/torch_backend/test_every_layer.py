@@ -4,6 +4,8 @@ A layer is wrapped where a call needs more than an input, so all of them map `(N
 tensor of the same shape, sample by sample.
 """
 
+import ast
+import contextlib
 import copy
 import io
 import pickle
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import multibn
 from multibn import SingleProcess
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
@@ -49,7 +52,7 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         if not isinstance(x, Tensor) or x.is_sparse or not x.is_floating_point() or not x.numel():
-            return self.norm(x, mask=torch.ones(len(x), L, dtype=torch.bool))
+            return self.norm(x, mask=torch.ones(len(x), L, dtype=torch.bool, device="cpu"))
         return self.norm(x, mask=x.detach()[:, 0] < 1)
 
 
@@ -86,7 +89,7 @@ def make(name: str, process_group: Any = ALONE, dtype: Any = torch.float64, **op
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
             values = [1.5, -0.5, 1.0] if parameter_name.endswith("weight") else [0.5, 0.1, -1.0]
-            parameter.copy_(torch.tensor(values))
+            parameter.copy_(torch.tensor(values, dtype=torch.float64))
     return layer
 
 
@@ -429,6 +432,49 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
                 assert layer(good).isfinite().all(), message
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.float64], ids=str)
+@every_sharing_layer
+def test_default_device_and_dtype_are_of_no_concern(name: str, default: torch.dtype) -> None:
+    """Each tensor that the layer makes for itself is where the input is."""
+
+    def run(communicator: Any, where: Any = None) -> list[Any]:
+        layer, other = (make(name, communicator, torch.float32) for _ in "ab")
+        x = batch(dtype=torch.float32)
+        w = weights(x)
+        with where or contextlib.nullcontext():
+            y = layer(t := x.clone().requires_grad_())
+            (dx,) = torch.autograd.grad(y, t, w, create_graph=True)
+            (second,) = torch.autograd.grad(dx.pow(2).sum(), t)
+            with step_statistics(other):
+                other(x[: len(x) * communicator.rank])  # none on rank 0
+            evaluated = [norm.eval()(x) for norm in (layer, other)]
+        return [y, dx, second, *evaluated, layer.state_dict(), other.state_dict()]
+
+    expected = run_ranks(2, run)
+    torch.set_default_dtype(default)
+    try:
+        found = run_ranks(2, lambda communicator: run(communicator, torch.device("meta")))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_every_tensor_is_made_with_a_device_and_a_dtype() -> None:
+    """Of those that no pass of a layer in host memory makes, too; indices may have no dtype."""
+    makers = [f"torch.{n}" for n in ("empty", "zeros", "ones", "full", "tensor", "arange")]
+    package = Path(multibn.__file__).parent
+    wrong = [
+        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
+        for path in package.rglob("*.py")
+        if not {"mvit", "parity"} & {*path.parts}  # models, which are built on the default device
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in makers
+        if not {None, "device"} & {keyword.arg for keyword in node.keywords}  # None: **options
+        or not {None, "dtype"} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert not wrong, wrong
 
 
 @every_layer

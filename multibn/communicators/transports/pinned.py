@@ -33,7 +33,8 @@ def begin_copy(
             pinned = again.pop()
         else:
             with torch.inference_mode(False):  # else no copy in training could be written to it
-                memory = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
+                options: Any = {"dtype": summed.dtype, "device": "cpu", "pin_memory": True}
+                memory = torch.empty(summed.shape, **options)
             # torch.cuda.Event looks the current stream up in Python.
             pinned = memory, memory.numpy(), torch.Event(summed.device)
         memory, copy, event = pinned

@@ -74,4 +74,4 @@ def _meet(ddp: Any, inputs: Any) -> None:
     if ddp.will_sync_module_buffers() or (rebuilds and not ddp._has_rebuilt_buckets):
         meeting = _meetings.get(ddp)
         if meeting is not None:  # a copy of a watched DDP has the hook and no meeting
-            meeting.allreduce(torch.zeros(2, dtype=torch.float64))
+            meeting.allreduce(torch.zeros(2, dtype=torch.float64, device="cpu"))

@@ -308,6 +308,7 @@ def refuse(
     if not num_channels and is_tensor and not x.is_nested and x.ndim > 1:
         num_channels = x.shape[1]
     if num_channels:
-        like = torch.empty(0, device=x.device if is_tensor and not x.is_meta else None)
+        where = x.device if is_tensor and not x.is_meta else "cpu"
+        like = torch.empty(0, dtype=torch.float32, device=where)
         statistics.refuse(communicator, num_channels, like=like, error=error)
     raise error
