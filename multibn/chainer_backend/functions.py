@@ -152,7 +152,7 @@ class BatchNormalization(FunctionNode):
         the derivative of such a sum is one more sum over the ranks. `dy` is the gradient of the
         residual: 0 where the mask is False, or a ReLU gave 0.
         """
-        x, gamma, beta, eps, axis = i[:5]
+        x, gamma, beta, eps, axis = i.x, i.weight, i.bias, i.eps, i.axis
         size = self.communicator.size
         broadcastable = tuple(1 if k in axis else n for k, n in enumerate(x.shape))
 

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_int, overridden
 from multibn.communicators import CommunicatorLike, as_communicator
-from multibn.communicators.base import identity
 from multibn.engine.step import Input
 from multibn.kernels import generic
 from multibn.torch_backend.convert import derived
@@ -134,25 +133,21 @@ def convert_sync_batchnorm(
 
 
 def _with_others(
-    module: nn.Module,
-    layers: list[_BatchNorm],
-    process_group: CommunicatorLike,
-    options: dict[str, Any],
+    module: nn.Module, layers: list[_BatchNorm], process_group: Any, options: dict[str, Any]
 ) -> dict[str, str]:
     """The layers that share already, and not as a conversion of `layers` asks: paths, and why."""
-    kept: dict[str, str] = {}
     asked = {name: v for name, v in options.items() if v != getattr(LayerOptions, name)}
+    if not layers and process_group is not None:  # else the call is about the others' ranks
+        asked["process_group"] = as_communicator(process_group)
+    kept: dict[str, str] = {}
     for path, part in module.named_modules():
-        if not isinstance(part, SyncBatchNorm) or part in layers:
-            continue
-        has, group = vars(part.norm_options), part.process_group
-        others = [f"{name}={has[name]!r}" for name, value in asked.items() if has[name] != value]
-        # With layers to convert, the call is about their ranks.
-        if not layers and process_group is not None:
-            is_same = identity(as_communicator(process_group)) == identity(group)
-            others += [] if is_same else [f"process_group={group}"]
-        if others:
-            kept[path] = f"{', '.join(others)}. Call revert_sync_batchnorm before"
+        if isinstance(part, SyncBatchNorm) and part not in layers:
+            has = vars(part.norm_options) | {"process_group": part.process_group}
+            others = [
+                f"{k}={has[k]!r}" for k, value in asked.items() if repr(has[k]) != repr(value)
+            ]
+            if others:
+                kept[path] = f"{', '.join(others)}. Call revert_sync_batchnorm before"
     return kept
 
 

@@ -71,7 +71,9 @@ def forward(
             "the model after revert_sync_batchnorm."
         )
     arguments: Any = i, num_channels, communicator
-    if compiling and dtensors.among(i[:3]):  # no operator takes these and plain tensors
+    if compiling and dtensors.among(
+        (i.x, i.weight, i.bias)
+    ):  # no operator takes these and plain tensors
         torch._dynamo.graph_break(
             msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
             "Call torch.compile without fullgraph=True."
@@ -82,7 +84,7 @@ def forward(
         return functional.forward(*arguments, weighting=weighting)
     if not compiling:
         functional.check_input(i.x, num_channels)
-    y, *numbers = torch.ops.multibn.forward(*i[:8], num_channels, id(communicator), weighting)
+    y, *numbers = torch.ops.multibn.forward(*_spread(i), num_channels, id(communicator), weighting)
     batch = BatchStatistics(*numbers)
     count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()
     if isinstance(i.running, Pool):
@@ -127,18 +129,22 @@ def operator(
     return define
 
 
-# An `Input`, whose running statistics no operator moves beside the batch.
-_INPUT = (
-    "Tensor x, Tensor? weight, Tensor? bias, float eps, int[] axis, bool relu, Tensor? mask, "
-    "Tensor? residual"
-)
+# The fields of an `Input`, whose running statistics no operator moves beside the batch.
+_FIELDS = [name for name in Input._fields if name != "running"]
+_KINDS = {"x": "Tensor", "eps": "float", "axis": "int[]", "relu": "bool"}
+_INPUT = ", ".join(f"{_KINDS.get(name, 'Tensor?')} {name}" for name in _FIELDS)
 _SHARING = "SymInt num_channels, int communicator, str weighting"
 
 
 def _gather(*arguments: Any) -> tuple[Any, ...]:
     """The input of an operator, and all other arguments."""
-    i = Input(*arguments[:8])
-    return i._replace(axis=tuple(i.axis)), *arguments[8:]
+    i = Input(**dict(zip(_FIELDS, arguments, strict=False)))
+    return i._replace(axis=tuple(i.axis)), *arguments[len(_FIELDS) :]
+
+
+def _spread(i: Input) -> list[Any]:
+    """The arguments of an operator that are an input."""
+    return [getattr(i, name) for name in _FIELDS]
 
 
 def _up_to_elements(x: Tensor) -> Any:
@@ -255,7 +261,7 @@ class _Passes:
     ) -> tuple[Tensor, BatchStatistics]:
         summed = i._replace(residual=None)  # the operator would need the residual in memory
         sharing = i.x.shape[1], id(communicator), weighting, needs_gradient
-        numbers = _once(torch.ops.multibn.forward_sums, *summed[:8], *sharing)
+        numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
         return generic.finish(i, numbers[:3]), BatchStatistics(*numbers[3:])
 
     @staticmethod
@@ -266,7 +272,7 @@ class _Passes:
         i = g.input
         _compare_again()
         dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
-            g.dy, *i[:8], *g.batch, g.needs_dx, id(communicator)
+            g.dy, *_spread(i), *g.batch, g.needs_dx, id(communicator)
         )
         dx = generic.finish_gradient(g, coefficients) if g.needs_dx else None
         dparameters = None if i.weight is None else dweight, None if i.bias is None else dbias

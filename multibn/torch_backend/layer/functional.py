@@ -154,7 +154,7 @@ def forward(
     `num_channels` are required of the input, see `check_input`; `run` is the pass, in which no
     derivative is asked for by torch.func or in forward mode.
     """
-    if dtensors.among(i[:3]):
+    if dtensors.among((i.x, i.weight, i.bias)):
         if dtensors.among([i.x]):
             check_input(i.x, num_channels)  # not each rank's part, so that all ranks raise
         function = partial(forward, weighting=weighting)
@@ -246,12 +246,10 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
     if shape[1] == 0:
         raise ValueError(f"the input must have channels: got 0 in shape {tuple(shape)}.")
     if num_channels is not None and shape[1] != num_channels:
-        last = shape[-1] == num_channels
-        advice = " If channels are last, pass x.movedim(-1, 1), and movedim(1, -1) of the output."
         raise ValueError(
             f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
             "`num_features` or the length of `weight` and `bias`: "
-            f"got {shape[1]} in shape {tuple(shape)}.{advice * last}"
+            f"got {shape[1]} in shape {tuple(shape)}. Channels last: pass x.movedim(-1, 1)."
         )
     if not x.dtype.is_floating_point:
         raise statistics.not_floating(x)
@@ -268,13 +266,13 @@ def check_dense(name: str, x: Any, /) -> None:
 
 def check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
-    x, weight, bias, eps, axis, _, _, residual, running = i
+    x, eps, axis, residual, running = i.x, i.eps, i.axis, i.residual, i.running
     if not (isinstance(eps, float) and 0 < eps < math.inf):
         check_eps(eps)
     shape = x.shape[1:2]
     if 1 in axis or len(axis) != x.ndim - 1:
         shape = statistics.channels(x.shape, axis)
-    for name, p in (("weight", weight), ("bias", bias)):
+    for name, p in (("weight", i.weight), ("bias", i.bias)):
         if p is not None and (p.shape != shape or not p.is_floating_point()):
             raise ValueError(
                 f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input, "

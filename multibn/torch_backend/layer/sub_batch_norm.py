@@ -16,7 +16,6 @@ from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.modules import call_node
 from multibn.torch_backend.layer.synchronized import (
     ALONE,
-    LayerOptions,
     Synchronized,
     has_hooks,
     moves,
@@ -195,10 +194,6 @@ class _SubBatchNorm(Synchronized):
             buffer.copy_(value if count is None else torch.where(count > 0, value, buffer))
 
     _num_splits = property(lambda self: self.num_splits)
-
-    @property
-    def norm_options(self) -> LayerOptions:
-        return self.Options.of(self, self.split_bn)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}{super().extra_repr()}"

@@ -83,7 +83,7 @@ class Synchronized(nn.Module):
     @property
     def norm_options(self) -> LayerOptions:
         """The options at this moment, which must be equal on all ranks when a layer first runs."""
-        return self.Options.of(self)
+        return self.Options.of(self, getattr(self, "split_bn", self))
 
     @property
     def process_group(self) -> Communicator:

@@ -223,7 +223,7 @@ def test_wrong_masks_are_errors_on_every_rank(
 
 def test_an_input_with_channels_last_is_told_of_the_transpose() -> None:
     """Where the lengths do not give the mistake away, the number of channels does."""
-    with pytest.raises(ValueError, match=r"got 7 in shape .*pass x\.movedim\(-1, 1\), and movedim"):
+    with pytest.raises(ValueError, match=r"got 7 in shape .*pass x\.movedim\(-1, 1\)"):
         layer_of()(X.movedim(1, -1), lengths=torch.full((4,), 2))
 
 
