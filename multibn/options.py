@@ -26,12 +26,11 @@ class NormOptions:
     def of(cls, *layers: Any) -> Any:
         """The options of a layer, whose attributes may have been set since, and of its parts."""
         found: dict[str, Any] = {}
-        for field in fields(cls):
-            name = cls.attributes.get(field.name, field.name)
-            values = (getattr(layer, name) for layer in layers if hasattr(layer, name))
-            value = next(values, field.default)
-            is_parameter = isinstance(field.default, bool) and field.name in cls.attributes
-            found[field.name] = value is not None if is_parameter else value
+        for option, default in ((field.name, field.default) for field in fields(cls)):
+            name = cls.attributes.get(option, option)
+            value = next((getattr(v, name) for v in layers if hasattr(v, name)), default)
+            is_parameter = isinstance(default, bool) and option in cls.attributes
+            found[option] = value is not None if is_parameter else value
         return cls(**found)
 
     def check(self) -> None:
@@ -42,9 +41,5 @@ class NormOptions:
 
     def words(self, said: str = "") -> str:
         """The options that are not the defaults, for a repr that has `said` others already."""
-        words = [
-            f", {field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default and f"{field.name}=" not in said
-        ]
-        return "".join(words)
+        mine = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
+        return "".join(f", {k}={v!r}" for k, v in mine.items() if f"{k}=" not in said)

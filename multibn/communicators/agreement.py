@@ -6,7 +6,6 @@ options, which of the process's layers each is, and the versions of this package
 
 import gc
 from collections import deque
-from collections.abc import Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -131,7 +130,7 @@ def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, ca
     # Ranks without lines may be threads of one process, which count each other's layers.
     built = layer.built if lines is not None else None
     width = message.num_channels(length)
-    options = texts_of(layer)
+    options = layer.texts()
     options["channels"] = f"{width} channels"
     facts = f"{_version.__version__} {layer.name} {length} {built} {sorted(options.items())}"
     v = message.fingerprint(facts)
@@ -143,10 +142,10 @@ def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, ca
         summed = lines.sum(numbers, "first message", text, number=FIRST_MESSAGES)
     if message.all_equal(summed[0], summed[1], communicator.size):
         return str(layer.name)
-    return _explained(layer, communicator, built, options)
+    return explained(layer, communicator, built, options)
 
 
-def _explained(layer: Any, communicator: Any, built: Built | None, options: dict[str, str]) -> str:
+def explained(layer: Any, communicator: Any, built: Built | None, options: dict[str, str]) -> str:
     """As `_compare`, of ranks whose first messages differ; most differences are errors."""
     facts = _version.__version__, layer.name, f"{built} of {Built.num_layers}", options
     versions, names, built_as, all_options = zip(*gather(facts, communicator), strict=True)
@@ -165,7 +164,19 @@ def _explained(layer: Any, communicator: Any, built: Built | None, options: dict
             f"{by_answer(map(for_people, names))}. All ranks must run the same layers in "
             "the same order.",
         )
-    raise_for_options(shortest, all_options)
+    # A rank that refuses its arguments names none.
+    differing = [
+        name
+        for name in dict.fromkeys(name for each in all_options for name in each)
+        if len({each[name] for each in all_options if name in each}) > 1
+    ]
+    if differing:
+        answers = (", ".join(each.get(v, f"no {v}") for v in differing) for each in all_options)
+        fail(
+            ValueError,
+            f"the ranks have built {for_people(shortest)} differently: {by_answer(answers)}. Build "
+            "the same model on all ranks.",
+        )
     if built is not None and len(set(built_as)) > 1:
         places = gather(built.place(), communicator)
         if any(place != places[0] for place in places):
@@ -177,28 +188,6 @@ def _explained(layer: Any, communicator: Any, built: Built | None, options: dict
                 "the others, or copy it from one of them by copy.deepcopy.",
             )
     return str(shortest)
-
-
-def texts_of(layer: Any) -> dict[str, str]:
-    """A layer's options at this moment, for people, by their names."""
-    return {name: f"{name}={value}" for name, value in layer.options().items()}
-
-
-def raise_for_options(name: str, all_options: Sequence[dict[str, str]]) -> None:
-    """Raise ValueError if the ranks have unlike options in a layer or function of this name."""
-    # A rank that refuses its arguments names none.
-    differing = [
-        option
-        for option in dict.fromkeys(option for each in all_options for option in each)
-        if len({each[option] for each in all_options if option in each}) > 1
-    ]
-    if differing:
-        answers = (", ".join(each.get(v, f"no {v}") for v in differing) for each in all_options)
-        fail(
-            ValueError,
-            f"the ranks have built {for_people(name)} differently: {by_answer(answers)}. Build "
-            "the same model on all ranks.",
-        )
 
 
 def _sum(numbers: HostArray, communicator: Any) -> HostArray:

@@ -18,7 +18,7 @@ from multibn import message
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import outcomes
-from multibn.communicators.agreement import Built, Known, agree, raise_for_options, texts_of
+from multibn.communicators.agreement import Built, Known, agree, explained
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.people import by_answer, fail, for_people
@@ -60,10 +60,9 @@ class Conversation(Forwarding):
         """The name of the layer."""
         return self._find_name()
 
-    @cached_property
     def texts(self) -> dict[str, str]:
-        """The options with which the layer first communicated, or the function was called."""
-        return texts_of(self)
+        """The options at this moment, for people."""
+        return {name: f"{name}={value}" for name, value in self.options().items()}
 
     @property
     def num_messages(self) -> int:
@@ -238,7 +237,9 @@ class Phase(Forwarding):
                 name, self._known = agree(layer, communicator, self._lines, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             self._place = f"{name} {self.name} {length}"
-            facts = f"{self._place} {self.kind} {self.gradients} {layer.texts}"
+            facts = f"{self._place} {self.kind} {self.gradients}"
+            if layer.built is None:  # each call of a function has options of its own
+                facts += f" {layer.texts()}"
             self._fingerprint = message.fingerprint(facts)
             lanes = message.lanes(self.name, self._fingerprint)
         self._sent_tail = np.array(lanes).data
@@ -323,10 +324,10 @@ class Phase(Forwarding):
         which = f"layer {number_of_layer} by the first call"
         facts = self.gradients, width, f"{width}, {which}"
         calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
-        answers = gather([f"{self._place} {self.kind}", layer.texts, *calls], layer.wrapped)
-        places, options, texts, gradients, *others = zip(*answers, strict=True)
+        answers = gather([f"{self._place} {self.kind}", *calls], layer.wrapped)
+        places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
-            raise_for_options(layer.name, options)
+            explained(layer, layer.wrapped, None, layer.texts())
             fail(
                 RuntimeError,
                 f"the ranks differ in whether a backward pass may follow: {by_answer(gradients)}. "
