@@ -24,8 +24,8 @@ from multibn.communicators import Communicator, SingleProcess
 from tests.chainer_backend.test_extensions import assert_population
 from tests.harness.runs import on, only
 from tests.helpers.normalized import normalized
-from tests.helpers.options import OTHERS
 from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.spread import OTHERS
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
 

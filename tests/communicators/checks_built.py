@@ -17,7 +17,7 @@ from multibn.communicators import Communicator
 from multibn.communicators.agreement import Built
 from multibn.options import NormOptions
 from tests.harness.runs import on
-from tests.helpers.options import OTHERS
+from tests.helpers.spread import OTHERS
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
 

@@ -16,8 +16,8 @@ import pytest
 
 from multibn.parity import oracle
 from tests.helpers import require
-from tests.helpers.options import OTHERS
 from tests.helpers.ranks import run_ranks
+from tests.helpers.spread import OTHERS
 
 require.need("torch", "chainer")
 
@@ -290,7 +290,7 @@ def _expected(name: str, o: dict[str, Any]) -> list[dict[str, Any]]:
 def test_every_option_is_tried() -> None:
     untried = {field.name for field in fields(tb.SyncBatchNorm.Options)} ^ OTHERS.keys()
     assert not untried, (
-        f"tests/helpers/options.py needs other values of, and of these alone: {untried}"
+        f"tests/helpers/spread.py needs other values of, and of these alone: {untried}"
     )
 
 

@@ -1,8 +1,22 @@
-"""Cases for pytest.mark.parametrize that do not multiply."""
+"""Cases for pytest.mark.parametrize: products that do not multiply, and every option."""
 
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
+
+# The options of a layer, each with values that are not the default.
+OTHERS: dict[str, list[Any]] = {
+    "eps": [0.3],
+    "momentum": [0.7, None],
+    "affine": [False],
+    "bias": [False],
+    "track_running_stats": [False],
+    "weighting": ["sample", "rank"],
+    "running_var": ["unbiased_local", "biased"],
+    "nonfinite": ["skip"],
+    "fuse_relu": [True],
+    "num_splits": [2],
+}
 
 
 def spread(*axes: Sequence[Any], over: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:

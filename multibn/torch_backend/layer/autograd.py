@@ -74,8 +74,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         with without_autocast(i.x):
             y, batch = passes.forward(i, communicator, weighting=weighting, needs_gradient=needed)
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-        kept = i._replace(x=None, weight=None, bias=None, mask=None, residual=None, running=None)
-        ctx.call = communicator, weighting, batch, kept, passes
+        ctx.call = communicator, weighting, batch, (i.eps, i.axis, i.relu), passes
         output = y if i.relu and (i.residual is not None or passes is not step) else None
         ctx.save_for_backward(i.x, i.weight, i.bias, i.mask, output)
         return y, batch
@@ -84,8 +83,9 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
-        communicator, weighting, batch, kept, passes = ctx.call
-        i = kept._replace(x=x, weight=weight, bias=bias, mask=mask)
+        communicator, weighting, batch, (eps, axis, relu), passes = ctx.call
+        # By a test of every option, as `_replace` takes 7 us, no option is forgotten.
+        i = Input(x, weight, bias, eps=eps, axis=axis, relu=relu, mask=mask)
         g = Gradient(grad_outputs[0], i, batch, y, needed[0])
         with without_autocast(x):
             if _needs_graph(g.dy):
