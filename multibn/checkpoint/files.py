@@ -168,14 +168,13 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
 def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
     import torch
 
+    sizes: dict[int, int] | None = None
     if path.suffix.lower() == ".safetensors":
         from safetensors.torch import load_file
 
         loaded: Any = load_file(path)
     else:
-        if zipfile.is_zipfile(path):  # torch before 1.6 wrote no zip files
-            _check_archive(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        loaded, sizes = _unpickled(path)
     # Training scripts save more than the model: dicts inside of dicts.
     name, _, rest = prefix.partition(".")
     while name and isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
@@ -187,9 +186,48 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
             "`model.state_dict()`."
         )
     tensors = _select(loaded, prefix, ".")
+    for key, t in tensors.items() if sizes else ():
+        is_plain = type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_nested
+        storage = t.untyped_storage() if is_plain else None
+        if storage is None or storage.nbytes() != sizes.get(storage.data_ptr(), 0):
+            raise CheckpointError(
+                f"{key!r:.99} must be a tensor whose numbers are all in the file: got "
+                f"{type(t).__name__} of memory that the file does not write. Save "
+                "`model.state_dict()` again."
+            )
     # A tensor with strides of 0 may be much larger than its storage.
     _check_expansion(sum(t.numel() * t.element_size() for t in tensors.values()), path)
     return tensors
+
+
+def _unpickled(path: Path) -> tuple[Any, dict[int, int]]:
+    """What torch.load finds, and the sizes of the file's storages by their addresses.
+
+    A pickle may also ask for memory that nobody has written, by a tensor's constructor.
+    """
+    import torch
+
+    is_zip = zipfile.is_zipfile(path)  # torch before 1.6 wrote no zip files
+    if is_zip:
+        _check_archive(path)
+
+    def load(byte: int) -> tuple[Any, list[Any], dict[int, int]]:
+        storages: list[Any] = []
+        sizes = {0: 0}
+
+        def keep(storage: Any, _: str) -> Any:
+            storages.append(torch.tensor((), dtype=torch.uint8).set_(storage))
+            if not is_zip:  # numbers come last there, of those storages that a list names
+                storages[-1].fill_(byte)
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return storage
+
+        return torch.load(path, map_location=keep, weights_only=True), storages, sizes
+
+    loaded, storages, sizes = load(0)
+    if not is_zip and not all(map(torch.equal, storages, load(1)[1])):
+        raise ValueError("a storage has no numbers")
+    return loaded, sizes
 
 
 def _written(state: Mapping[str, Any], suffix: str) -> bytes:

@@ -178,6 +178,44 @@ def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     refused(path, DAMAGED)
 
 
+class Made:
+    """Pickled, a call of `function`."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    "made",
+    [
+        Made(torch.FloatTensor, 60),
+        Made(torch.Tensor, 60),
+        Made(nn.Parameter, Made(torch.FloatTensor, 60)),
+    ],
+    ids=lambda made: made.call[0].__name__,
+)
+def test_memory_that_a_file_does_not_write_is_refused(
+    made: Made, is_zip: bool, tmp_path: Path
+) -> None:
+    state = tensors() | {"fc.weight": made}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    refused(
+        tmp_path / "a.pt", r"'fc\.weight' must be a tensor whose numbers are all in the file: g"
+    )
+
+
+def test_a_storage_that_an_old_file_does_not_fill_is_refused(tmp_path: Path) -> None:
+    """Its numbers come last, of the storages that a list names."""
+    torch.save({"w": torch.ones(60)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(data[: data.rindex(b"\x80\x02]")] + b"\x80\x02].")
+    refused(tmp_path / "a.pt", r"ValueError\('a storage has no numbers'\)")
+
+
 def test_archives_that_would_fill_the_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
