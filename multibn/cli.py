@@ -13,6 +13,7 @@ from typing import Any
 
 from multibn import __version__, checkpoint, info
 from multibn.checkpoint import files
+from multibn.checkpoint.pool import pool
 from multibn.parity import command as parity
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (ImportError, OSError, ValueError) as error:
+    except (FloatingPointError, ImportError, OSError, ValueError) as error:
         print(f"multibn {args.command}: {error}", file=sys.stderr)
         return 2
 
@@ -102,8 +103,8 @@ def _pool(args: argparse.Namespace) -> int:
     if len({files.framework(path) for path in (*args.src, args.dst)}) > 1:
         raise ValueError(f"{args.dst}: must be of the framework of all SRC. Convert it afterwards.")
     states = [files.read(path, args.prefix) for path in args.src]
-    pool = checkpoint.pool_states(states, args.counts, average_parameters=args.average_parameters)
+    pooled = pool(states, args.counts, args.src, args.average_parameters)
     verb = "replaced" if args.dst.exists() else "wrote"
-    files.write(args.dst, pool)
-    print(f"{verb} {args.dst}: {len(pool)} arrays")
+    files.write(args.dst, pooled)
+    print(f"{verb} {args.dst}: {len(pooled)} arrays")
     return 0

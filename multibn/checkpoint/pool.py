@@ -1,6 +1,6 @@
 """One state from those of models that were trained apart."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,11 @@ def pool_states(
     CheckpointError
         If a value is no array of real numbers, if keys, shapes, dtypes or other arrays differ, or
         if a pooled number is too large for its dtype.
+    FloatingPointError
+        If a state has NaN or infinity where numbers are pooled.
     TypeError, ValueError
-        If `counts` are not as many positive numbers as there are states.
+        If `states` are no list of dicts, or `counts` not as many positive numbers as there are
+        states.
 
     Examples
     --------
@@ -50,6 +53,20 @@ def pool_states(
     >>> print(pool_states(sites, [300, 100]))
     {'avg_mean': array([2.]), 'avg_var': array([13.])}
     """
+    is_list = isinstance(states, Sequence)
+    for wrong in [one for one in states if not isinstance(one, Mapping)] if is_list else [states]:
+        raise TypeError(
+            "`states` must be a list of dicts, each of arrays by their names: got "
+            f"{type(wrong).__name__}{' in the list' if is_list else ''}. Of a list of arrays, pass "
+            "dict(zip(model.state_dict(), arrays))."
+        )
+    return pool(states, counts, [f"states[{i}]" for i in range(len(states))], average_parameters)
+
+
+def pool(
+    states: Sequence[Any], counts: Sequence[float], sources: Sequence[object], average_all: bool
+) -> dict[str, Array]:
+    """`pool_states`; `sources` are the words for the states in errors."""
     if not states or len(counts) != len(states):
         raise ValueError(
             f"`counts` must have one number for each state: got {len(counts)} for {len(states)}."
@@ -62,8 +79,8 @@ def pool_states(
         for key, _ in sorted(kind.items() ^ kinds[0].items()):
             raise files.CheckpointError(
                 f"all states must have {key!r}, of one shape and dtype: got "
-                f"{kinds[0].get(key, 'none')} in states[0] and {kind.get(key, 'none')} in "
-                f"states[{i}]. Pool states of one model."
+                f"{kinds[0].get(key, 'none')} in {sources[0]} and {kind.get(key, 'none')} in "
+                f"{sources[i]}. Pool states of one model."
             )
     # Equal counts become 1, so that the sums are those of as many ranks, to the last bit.
     weights = [count / max(counts) for count in counts]
@@ -75,7 +92,7 @@ def pool_states(
         return sum(weight * one for weight, one in zip(weights, a, strict=True)) / sum(weights)
 
     floating = {key: a for key, a in hosts[0].items() if a.dtype.kind == "f"}
-    pooled = {key: average(wide(key)) for key in floating if average_parameters}
+    pooled = {key: average(wide(key)) for key in floating if average_all}
     unequal = {key for key in hosts[0] if len({host[key].tobytes() for host in hosts}) > 1}
     for *_, mean, var, counter in (TORCH.norm, CHAINER.norm):
         for layer in [key.removesuffix(mean) for key in floating if key.endswith(mean)]:
@@ -90,6 +107,12 @@ def pool_states(
         )
     result = dict(states[0])
     for key, a in pooled.items():
+        for source, host in zip(sources, hosts, strict=True):
+            if not np.all(np.isfinite(host[key])):
+                raise FloatingPointError(
+                    f"{key!r} must be finite in every state: got NaN or infinity in {source}. "
+                    "Leave that state out."
+                )
         with np.errstate(over="ignore"):
             result[key] = from_host(np.asarray(a), states[0][key])
         if np.any(np.isfinite(a) & ~np.isfinite(files.to_numpy(result, key))):

@@ -143,6 +143,40 @@ def test_wrong_counts_are_refused(counts: Any, message: str) -> None:
         pool_states([], [])
 
 
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda s: [list(one.values()) for one in s],
+            r"list in the list\. Of a list of arrays, pas",
+        ),
+        (lambda s: dict(enumerate(s)), "got dict. Of a list"),
+        (iter, "got list_iterator. Of a list"),
+    ],
+)
+def test_states_that_are_no_list_of_dicts_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=r"`states` must be a list of dicts, each of .*" + message):
+        pool_states(make(states("torch")), COUNTS)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("number, average", [(0, False), (1, False), (-1, True)])
+def test_a_state_that_is_not_finite_is_refused_by_name(
+    number: int, average: bool, value: float, tmp_path: Path, capsys: Any
+) -> None:
+    apart = states("chainer")
+    key = list(apart[1])[number]
+    apart[1][key] = apart[1][key] * value
+    with pytest.raises(FloatingPointError, match=rf"'{key}' must be .* infinity in states\[1\]"):
+        pool_states(apart, COUNTS, average_parameters=average)
+    paths = [
+        plain.make(tmp_path / f"{name}.npz", one) for name, one in zip("abc", apart, strict=True)
+    ]
+    command = ["pool", *map(str, paths), "-o", str(tmp_path / "dst.npz"), "--counts", "1", "2", "3"]
+    assert cli.main(command + ["--average-parameters"] * average) == 2
+    assert f"NaN or infinity in {paths[1]}. Leave" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
 def test_a_pooled_file_holds_what_pool_states_gives(
     suffix: str, tmp_path: Path, capsys: Any
@@ -187,7 +221,7 @@ def test_the_command_refuses_what_does_not_fit(two: list[str], capsys: Any) -> N
     assert "dst.pt: must be of the framework of all SRC" in refused([two[0], other], capsys=capsys)
     other = str(plain.make(Path(two[0]).with_name("c.pt"), {"model": {"x": torch.zeros(2)}}))
     said = refused([two[0], other], capsys=capsys)
-    assert "got () torch.int64 in states[0] and none in states[1]. Pool" in said
+    assert f"got () torch.int64 in {two[0]} and none in {other}. Pool" in said
 
 
 def test_states_that_hold_more_than_arrays_and_numbers_that_do_not_fit_are_refused() -> None:
