@@ -168,7 +168,7 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
 def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
     import torch
 
-    sizes: dict[int, int] | None = None
+    sizes: dict[int, int] = {}
     if path.suffix.lower() == ".safetensors":
         from safetensors.torch import load_file
 

@@ -86,6 +86,12 @@ def pool(
     weights = [count / max(counts) for count in counts]
 
     def wide(key: str) -> Array:  # the states are axis 0
+        for source, host in zip(sources, hosts, strict=True):
+            if not np.all(np.isfinite(host[key])):
+                raise FloatingPointError(
+                    f"{key!r} must be finite in every state: got NaN or infinity in {source}. "
+                    "Leave that state out."
+                )
         return np.stack([host[key].astype(np.float64) for host in hosts])
 
     def average(a: Array) -> Array:
@@ -107,12 +113,6 @@ def pool(
         )
     result = dict(states[0])
     for key, a in pooled.items():
-        for source, host in zip(sources, hosts, strict=True):
-            if not np.all(np.isfinite(host[key])):
-                raise FloatingPointError(
-                    f"{key!r} must be finite in every state: got NaN or infinity in {source}. "
-                    "Leave that state out."
-                )
         with np.errstate(over="ignore"):
             result[key] = from_host(np.asarray(a), states[0][key])
         if np.any(np.isfinite(a) & ~np.isfinite(files.to_numpy(result, key))):
