@@ -97,6 +97,17 @@ def overridden(cls: type, is_base: Callable[[type], bool], /, *harmless: str) ->
     return sorted({name for other in derived for name in vars(other)} - _HARMLESS - {*harmless})
 
 
+def list_obstacles(obstacles: dict[str, str], consequence: str) -> str:
+    """One message for all `obstacles`, which maps paths of layers to reasons."""
+    parts = []
+    for why in dict.fromkeys(obstacles.values()):
+        paths = [path or "the model itself" for path, other in obstacles.items() if other == why]
+        if len(paths) > 4:
+            paths[3:] = [f"and {len(paths) - 3} more"]
+        parts.append(f"{', '.join(paths)} ({why})".replace(", and", " and"))
+    return f"{len(obstacles)} {consequence}: {'; '.join(parts)}."
+
+
 def _check_type(name: str, value: object, kind: type, words: str, none: str) -> None:
     """Raise TypeError unless `value` is of type `kind`, or None where None has a meaning."""
     if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and none)):

@@ -8,7 +8,7 @@ from typing import Any
 import chainer
 from chainer import links as L
 
-from multibn._typing import Nonfinite, RunningVar, Weighting, overridden
+from multibn._typing import Nonfinite, RunningVar, Weighting, list_obstacles, overridden
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.communicators import CommunicatorLike
 
@@ -21,13 +21,15 @@ def create_mnbn_model(
     weighting: Weighting = "element",
     avg_var: RunningVar = "unbiased_global",
     nonfinite: Nonfinite = None,
+    strict: bool = False,
 ) -> chainer.Link:
     """A copy of a model in which every L.BatchNormalization is a `MultiNodeBatchNormalization`.
 
     Takes the place of chainermn.links.create_mnbn_model. A deep copy: it shares no array with
     `link`, and shares inside of itself the parameters and links that `link` does. Parameters,
-    moving averages, `axis`, `decay` and `eps` carry over. The way back is Chainer's
-    `link.copyparams(model)`, which copies parameters and moving averages. Not collective.
+    moving averages, `axis`, `decay` and `eps` carry over; communicators among the attributes of
+    links are not copied. The way back is Chainer's `link.copyparams(model)`, which copies
+    parameters and moving averages. Not collective.
 
     Parameters
     ----------
@@ -35,18 +37,23 @@ def create_mnbn_model(
         A Chain, ChainList, Sequential, or a bare link.
     comm, communication_backend, weighting, avg_var, nonfinite
         As `MultiNodeBatchNormalization`'s.
+    strict
+        Whether a link that cannot be converted is an error, and a model without a link to convert.
 
     Raises
     ------
     TypeError, ValueError
         As `MultiNodeBatchNormalization`, also for `decay` and `eps` of the model's links.
-        ValueError for a link that takes its size from an input, before the first one.
+        ValueError for a link that takes its size from an input, before the first one. TypeError as
+        `strict` says.
 
     Warns
     -----
     UserWarning
-        For a link that is copied as it is, because its class overrides more than the constructor,
-        as L.BatchRenormalization does, or is ChainerMN's own; if the model has no link to convert.
+        One warning for all links that are copied as they are, with paths for each reason: a class
+        that overrides more than the constructor, as L.BatchRenormalization does, or one that has
+        moving averages and is no L.BatchNormalization, as conditional normalizations of GANs have
+        and ChainerMN's own link. One if the model has no link to convert.
 
     Examples
     --------
@@ -65,25 +72,35 @@ def create_mnbn_model(
         nonfinite=nonfinite,
     )
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
-    norms = [each for each in link.links() if isinstance(each, L.BatchNormalization)]
-    if not norms:
-        warnings.warn(
-            "`link` has no L.BatchNormalization: nothing is converted. Links of ChainerMN's own "
-            "stay as they are: build the model with L.BatchNormalization.",
-            stacklevel=2,
-        )
+    norms: list[L.BatchNormalization] = []
+    obstacles = others(link)
     # The memo of the deep copy holds the new links, so that they replace the old ones in children,
     # Sequentials and any other attributes, and shared parameters stay shared.
     memo: dict[int, Any] = {}
-    for old in norms:
-        if names := overridden(type(old), lambda cls: cls is L.BatchNormalization):
-            warnings.warn(
-                f"{type(old).__module__}.{type(old).__qualname__} is copied as it is, its "
-                f"statistics stay local: its class overrides {', '.join(names)}, which would be "
-                "lost.",
-                stacklevel=2,
-            )
+    for path, each in link.namedlinks():
+        # A communicator stays itself: its ranks would have to make a copy together.
+        kept = [v for v in vars(each).values() if hasattr(type(v), "allreduce")]
+        memo |= {id(communicator): communicator for communicator in kept}
+        if not isinstance(each, L.BatchNormalization):
             continue
+        if names := overridden(type(each), lambda cls: cls is L.BatchNormalization):
+            why = f"its class overrides {', '.join(names)}, which would be lost"
+            obstacles[path] = f"{type(each).__module__}.{type(each).__qualname__}: {why}"
+        else:
+            norms.append(each)
+    message = ""
+    if obstacles:
+        message = list_obstacles(obstacles, "link(s) are copied as they are, statistics not shared")
+    elif not norms:
+        message = (
+            "`link` has no L.BatchNormalization: nothing is converted. Links of ChainerMN's own "
+            "stay as they are: build the model with L.BatchNormalization."
+        )
+    if message and strict:
+        raise TypeError(message)
+    if message:
+        warnings.warn(message, stacklevel=2)
+    for old in norms:
         if old.avg_mean is None:
             raise ValueError(
                 "batch normalization links must have a size: got one in `link` that has seen no "
@@ -94,3 +111,13 @@ def create_mnbn_model(
         memo[id(old)] = new
         new.__dict__.update(copy.deepcopy(old.__dict__, memo))
     return copy.deepcopy(link, memo)
+
+
+def others(model: chainer.Link) -> dict[str, str]:
+    """Why links with moving averages are no batch normalization of Chainer's, by their paths."""
+    kinds = MultiNodeBatchNormalization, L.BatchNormalization
+    return {
+        path: f"{type(link).__module__}.{type(link).__qualname__}: it is no L.BatchNormalization"
+        for path, link in model.namedlinks()
+        if not isinstance(link, kinds) and {"avg_mean", "avg_var"} & {*link._persistent}
+    }

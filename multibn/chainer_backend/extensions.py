@@ -5,6 +5,7 @@ and gives small batches the weight of large ones. Here the population is exact.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import length_hint
@@ -16,7 +17,9 @@ from chainer import links as L
 from chainer import training
 from chainer.dataset import concat_examples
 
+from multibn._typing import list_obstacles
 from multibn.chainer_backend import functions
+from multibn.chainer_backend.convert import others
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
@@ -68,6 +71,12 @@ class FinetunePopulationStatistics(training.Extension):
     RuntimeError
         By a call, on the other ranks, if one rank's iterator or converter raised.
 
+    Warns
+    -----
+    UserWarning
+        For links of `target` that have moving averages and are no L.BatchNormalization, with their
+        paths.
+
     Notes
     -----
     `avg_mean` and `avg_var` become mean and variance of all elements of the link's inputs on all
@@ -110,6 +119,9 @@ class FinetunePopulationStatistics(training.Extension):
             )
         if comm is not None:
             as_communicator(comm)
+        if rest := others(target):
+            message = list_obstacles(rest, "link(s) of `target` keep their moving averages")
+            warnings.warn(message, stacklevel=2)
         self._iterator, self._target, self._comm = iterator, target, comm
         self._converter, self._device, self._progress = converter, device, progress
         self._function: Any = target if eval_func is None else eval_func

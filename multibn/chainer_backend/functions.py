@@ -104,6 +104,17 @@ class BatchNormalization(FunctionNode):
         # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
         self.input = i._replace(x=None, weight=None, bias=None, residual=None)
         self.names = [name for name in _INPUTS if getattr(i, name) is not None]
+        self.eps = i.eps  # read by onnx_chainer, as `axis`
+
+    @property
+    def axis(self) -> tuple[int, ...]:
+        """The axes to reduce, for the node that onnx_chainer makes in training."""
+        if self.input.relu or self.input.mask is not None or "residual" in self.names:
+            raise NotImplementedError(
+                "ONNX has no batch normalization with a mask, a residual or a ReLU inside. Export "
+                "the model with train=False."
+            )
+        return self.input.axis
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
         self.retain_inputs([k for k, name in enumerate(self.names) if name != "residual"])

@@ -9,7 +9,11 @@ from chainer import functions as F
 from chainer import links as L
 
 from multibn import SingleProcess
-from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
+from multibn.chainer_backend import (
+    FinetunePopulationStatistics,
+    MultiNodeBatchNormalization,
+    create_mnbn_model,
+)
 
 ALONE = SingleProcess()
 
@@ -31,6 +35,18 @@ class Net(chainer.Chain):
 
 class Nets(chainer.ChainList):
     pass
+
+
+class Conditional(chainer.Chain):
+    """Normalizes by itself."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.add_persistent("avg_mean", np.zeros(size, "f"))
+
+    def forward(self, x: Any) -> Any:
+        one, zero = np.ones_like(self.avg_mean), np.zeros_like(self.avg_mean)
+        return F.batch_normalization(x, one, zero, running_mean=self.avg_mean)
 
 
 def model() -> Any:
@@ -127,8 +143,49 @@ def test_a_model_without_batch_norms_is_only_copied() -> None:
 
 def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:
     """The warning names the user's file."""
-    message = "BatchRenormalization is copied as it is.*overrides.*forward"
+    message = (
+        r"1 link\(s\) are copied as they are, .*: /0 \(.*BatchRenormalization: .* forward, which"
+    )
     with pytest.warns(UserWarning, match=message) as caught:
         new = create_mnbn_model(chainer.ChainList(L.BatchRenormalization(3)), ALONE)
     assert type(new[0]) is L.BatchRenormalization
     assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("other", [Conditional, L.DecorrelatedBatchNormalization])
+def test_a_link_that_normalizes_by_itself_is_named_or_an_error(other: Any) -> None:
+    """By the converter, and by the extension that fine-tunes."""
+    plain = Nets(Net(other(4)), L.BatchNormalization(4), Net(other(4)))
+    why = rf"/0/norm, /2/norm \(.*\.{other.__name__}: it is no L\.BatchNormalization\)\.$"
+    with pytest.raises(TypeError, match=r"^2 link\(s\) are copied as they are, .*: " + why):
+        create_mnbn_model(plain, ALONE, strict=True)
+    with pytest.raises(TypeError, match=r"`link` has no L\.BatchN"):
+        create_mnbn_model(L.Linear(2, 2), ALONE, strict=True)
+    with pytest.warns(UserWarning, match=r"^2 link\(s\) are copied .*" + why) as caught:
+        model: Any = create_mnbn_model(plain, ALONE)
+    with pytest.warns(UserWarning, match=r"^2 link\(s\) of `target` keep .*" + why) as again:
+        FinetunePopulationStatistics([], model)
+    assert {w.filename for w in [*caught, *again]} == {__file__}
+    assert [type(link) for link in (model[0].norm, model[1])] == [
+        other,
+        MultiNodeBatchNormalization,
+    ]
+
+
+class Uncopied:
+    """A communicator that cannot be copied, as one of MPI's that `split` has made."""
+
+    def allreduce(self, x: Any) -> Any:
+        return x
+
+    def __reduce__(self) -> Any:
+        raise ValueError("cannot serialize")
+
+
+def test_communicators_among_attributes_are_not_copied() -> None:
+    inner = Net(L.BatchNormalization(3))
+    model = Nets(inner, Named(3, "kept"))
+    inner.comm = model.comm = model[1].comm = Uncopied()
+    new: Any = create_mnbn_model(model, ALONE)
+    assert new.comm is new[0].comm is new[1].__dict__["comm"] is model.comm
+    assert type(new[0].norm) is MultiNodeBatchNormalization

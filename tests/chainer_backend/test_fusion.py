@@ -105,3 +105,17 @@ def test_a_relu_on_one_rank_alone_is_named_on_all() -> None:
             link(np.zeros(SHAPE))
 
     run_ranks(2, run)
+
+
+def test_the_node_has_what_an_exporter_reads_or_says_why_not() -> None:
+    """onnx_chainer knows the node by Chainer's name, and reads `axis` and `eps` in training."""
+    x = np.random.default_rng(0).normal(size=(4, C, 5)).astype("f")
+    link = MultiNodeBatchNormalization(C, None, eps=0.1)
+    node = link(x).creator_node
+    assert (type(node).__name__, node.axis, node.eps) == ("BatchNormalization", (0, 2), 0.1)
+    fused = MultiNodeBatchNormalization(C, None, fuse_relu=True)
+    for y in (fused(x), link(x, residual=x), link(x, lengths=np.full(4, 3))):
+        with pytest.raises(
+            NotImplementedError, match=r"a ReLU inside\. Export .* with train=False"
+        ):
+            y.creator_node.axis  # noqa: B018

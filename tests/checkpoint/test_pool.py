@@ -166,7 +166,7 @@ def test_a_state_that_is_not_finite_is_refused_by_name(
 ) -> None:
     apart = states("chainer")
     key = list(apart[1])[number]
-    apart[1][key] = apart[1][key] * value
+    apart[1][key] = np.full_like(apart[1][key], value)
     with pytest.raises(FloatingPointError, match=rf"'{key}' must be .* infinity in states\[1\]"):
         pool_states(apart, COUNTS, average_parameters=average)
     paths = [

@@ -7,7 +7,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn._typing import Nonfinite, RunningVar, Weighting, check_int, overridden
+from multibn._typing import (
+    Nonfinite,
+    RunningVar,
+    Weighting,
+    check_int,
+    list_obstacles,
+    overridden,
+)
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.step import Input
 from multibn.kernels import generic
@@ -210,7 +217,9 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
             layers.append(part)
     message = ""
     if obstacles:
-        message = _list(obstacles, "their statistics are not shared")
+        message = list_obstacles(
+            obstacles, "layer(s) stay as they are, their statistics are not shared"
+        )
     elif not (layers or any(isinstance(part, Synchronized) for part in module.modules())):
         message = (
             f"`module` must have a batch norm of torch: got none in {_name(module)}, so that no "
@@ -258,7 +267,10 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
         else:
             derived.restore(part, part.converted_from or BatchNorm)
     if obstacles:
-        warnings.warn(_list(obstacles, "they stay synchronized"), stacklevel=2)
+        warnings.warn(
+            list_obstacles(obstacles, "layer(s) stay as they are, they stay synchronized"),
+            stacklevel=2,
+        )
     return module
 
 
@@ -313,17 +325,6 @@ def _cannot_revert(layer: SyncBatchNorm) -> str | None:
 
 def _name(layer: nn.Module) -> str:
     return f"{type(layer).__module__}.{type(layer).__qualname__}"
-
-
-def _list(obstacles: dict[str, str], consequence: str) -> str:
-    """One message for all `obstacles`, which maps paths of layers to reasons."""
-    parts = []
-    for why in dict.fromkeys(obstacles.values()):
-        paths = [path or "the model itself" for path, other in obstacles.items() if other == why]
-        if len(paths) > 4:
-            paths[3:] = [f"and {len(paths) - 3} more"]
-        parts.append(f"{', '.join(paths)} ({why})".replace(", and", " and"))
-    return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(parts)}."
 
 
 # Under the name and with the arguments of torch.nn.SyncBatchNorm's; the same for every subclass.
