@@ -1,6 +1,7 @@
 """`multibn parity`: launches ranks, and reports the comparison."""
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import Any
 from multibn._environment import find_command, importable
 from multibn._launch import LAUNCHERS, WorkerError, run_workers
 from multibn.parity.cases import CASES, select
-from multibn.parity.worker import SURFACES, Error
+from multibn.parity.worker import SURFACES, Error, find
 
 # The modules that surfaces and communicators need.
 NEEDS = {
@@ -53,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare both frameworks, over every communicator, with exact results.
 
-    Their layers train on real processes beside a float64 oracle. Exit status: 0
-    all within bounds, 1 a bound is broken, 2 it could not be run.
+    Their layers train on real processes beside a float64 oracle. Of a pair of
+    models, options of layers are compared first. Exit status: 0 all within
+    bounds, 1 a bound is broken or an option differs, 2 it could not be run.
 
     multibn parity
     multibn parity --ranks 1 2 --cases float32 'uneven*'
@@ -63,6 +65,15 @@ def run(args: argparse.Namespace) -> int:
     sizes = sorted(set(args.ranks or ([2] if args.model else [1, 2, 4])))
     if sizes[0] < 1:
         raise ValueError(f"--ranks must be positive: got {sizes[0]}.")
+    if args.model and not missing("models", "gloo"):
+        sys.path.insert(0, os.getcwd())  # as `environment` of ranks
+        try:
+            find(args.model)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"--model must be MODULE:FUNCTION, found from this folder: got {args.model!r} "
+                f"({error})."
+            ) from error
     names = [case.name for case in select(args.cases)]
     print("over, ranks         surface error quantity, case: the worst for its bound", flush=True)
     surfaces, options = (
@@ -109,9 +120,11 @@ def judge(errors: Sequence[Error]) -> tuple[str, str]:
     worst = max(errors)
     verdict = "BROKEN" if worst.ratio > 1 else "ok"
     lines = [f"{worst.error:5.0e} {f'{worst.quantity}, {worst.case}':36} {verdict}"]
-    broken = {e.case: e for e in sorted(errors) if e.ratio > 1}  # the worst of each case
+    # The worst of each case, and once for all ranks each option that differs.
+    broken = {(e.case, e.text): e for e in sorted(errors) if e.ratio > 1}
     for e in broken.values():
-        lines.append(f"    {e.case}: {e.error:.0e} in {e.quantity}, bound {e.bound:.0e}")
+        numbers = f"{e.error:.0e} in {e.quantity}, bound {e.bound:.0e}"
+        lines.append(f"    {e.case}: {e.text or numbers}")
     return verdict, "\n".join(lines)
 
 

@@ -6,10 +6,11 @@ in a collective. Only functions import frameworks.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -31,7 +32,10 @@ OF_MODELS = {
 
 
 class Error(NamedTuple):
-    """The error of a quantity on a rank in a step; NaN counts as infinite."""
+    """The error of a quantity on a rank in a step; NaN counts as infinite.
+
+    Of options that differ, infinite, and a text.
+    """
 
     ratio: float  # of the error to its bound
     error: float  # relative to the largest expected entry
@@ -39,6 +43,7 @@ class Error(NamedTuple):
     quantity: str
     case: str
     surface: str
+    text: str = ""
 
 
 class Torch:
@@ -224,14 +229,18 @@ def models(communicator: Communicator, function: str) -> list[Error]:
     """The errors of a pair of the user's models, which "module:function" returns. Collective.
 
     Each rank has a part of the example input, and batch normalization is synchronized; alone, the
-    models get the whole input.
+    models get the whole input. Where options of layers differ, these are the errors.
     """
     from multibn.chainer_backend import create_mnbn_model
     from multibn.torch_backend import convert_sync_batchnorm
 
     torch_model, chainer_model, x = _pair(function)
+    if unlike := list(_unlike(torch_model, chainer_model)):
+        return unlike
+    _carry_over(chainer_model, torch_model)
     alone = _steps(torch_model, chainer_model, x)
     torch_model, chainer_model, _ = _pair(function)
+    _carry_over(chainer_model, torch_model)
     indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
     shared = _steps(
         convert_sync_batchnorm(torch_model, communicator),
@@ -253,28 +262,59 @@ def models(communicator: Communicator, function: str) -> list[Error]:
     return errors
 
 
-def _pair(path: str) -> tuple[Any, Any, Array]:
-    """The user's models, of which torch's has the state of Chainer's, and their input."""
+def _unlike(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
+    """An error for each pair of layers of one name whose options differ."""
+    links = {path[1:].replace("/", "."): link for path, link in chainer_model.namedlinks()}
+    for name, layer in torch_model.named_modules():
+        link = links.get(name)
+        options = {"eps": [getattr(each, "eps", None) for each in (layer, link)]}
+        if hasattr(layer, "running_var") and hasattr(link, "avg_var"):
+            options["momentum (1 - decay)"] = [layer.momentum, round(1 - link.decay, 12)]
+            options["weight (gamma)"] = [layer.weight is not None, link.gamma is not None]
+            options["bias (beta)"] = [layer.bias is not None, link.beta is not None]
+            options["running_var (avg_var)"] = [
+                getattr(layer, "running_var_convention", "unbiased_global"),
+                getattr(link, "avg_var_convention", "unbiased_global"),
+            ]
+        for option, (torchs, chainers) in options.items():
+            if torchs != chainers and hasattr(link, "eps") and hasattr(layer, "eps"):
+                text = f"{option} is {torchs} in torch, {chainers} in Chainer"
+                yield Error(math.inf, math.inf, 0.0, option, name, "models", text)
+
+
+def find(path: str) -> Callable[[], Any]:
+    """The user's function that "module:function" names."""
     import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
 
-    # isort: split
+    module, _, name = path.partition(":")
+    return cast(Callable[[], Any], getattr(importlib.import_module(module), name))
+
+
+def _pair(path: str) -> tuple[Any, Any, Array]:
+    """The user's models and their input."""
+    function = find(path)
+    import torch
+
+    # All calls must return models with the same weights.
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
+    torch_model, chainer_model, x = function()
+    if len(x) < 3:  # two become 1 and -1, and dx is 0
+        raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
+    return torch_model, chainer_model, x
+
+
+def _carry_over(chainer_model: Any, torch_model: Any) -> None:
+    """Give torch's model the state of Chainer's."""
     import torch
     from chainer.serializers import DictionarySerializer
 
     from multibn import checkpoint
 
-    module, _, name = path.partition(":")
-    # All calls must return models with the same weights.
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
-    torch_model, chainer_model, x = getattr(importlib.import_module(module), name)()
-    if len(x) < 3:  # two become 1 and -1, and dx is 0
-        raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
     serializer = DictionarySerializer()
     serializer.save(chainer_model)
     state = checkpoint.chainer_to_torch(serializer.target).state
     torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
-    return torch_model, chainer_model, x
 
 
 def _steps(torch_model: Any, chainer_model: Any, x: Array) -> list[Arrays]:

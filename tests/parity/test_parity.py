@@ -188,12 +188,57 @@ def test_ranks_find_the_users_modules(monkeypatch: Any) -> None:
 
 
 def unlike() -> Any:
-    """A pair whose normalizations have another eps."""
+    """A pair of which one gives other numbers."""
     from tests.helpers.models import pair
 
     torch_model, chainer_model, x = pair()
-    torch_model.bn.eps = 0.1
+    torch_model.fc.register_forward_hook(lambda module, args, y: 1.5 * y)
     return torch_model, chainer_model, x
+
+
+@pytest.mark.parametrize(
+    "of_torch, of_chainer, texts",
+    [
+        ({"eps": 2e-5}, {}, ["eps is 2e-05 in torch, 1e-05 in Chainer"]),
+        ({"momentum": 0.2}, {}, ["momentum (1 - decay) is 0.2 in torch, 0.1 in Chainer"]),
+        ({"momentum": None}, {}, ["momentum (1 - decay) is None in torch, 0.1 in Chainer"]),
+        ({}, {"decay": 0.99}, ["momentum (1 - decay) is 0.1 in torch, 0.01 in Chainer"]),
+        (
+            {"affine": False},
+            {"use_beta": False},
+            ["weight (gamma) is False in torch, True in Chainer"],
+        ),
+        ({}, {"use_beta": False}, ["bias (beta) is True in torch, False in Chainer"]),
+        (
+            {},
+            {"comm": None, "avg_var": "biased"},
+            ["running_var (avg_var) is unbiased_global in torch, biased in Chainer"],
+        ),
+    ],
+)
+def test_options_that_differ_are_named_before_any_number(
+    of_torch: Any, of_chainer: Any, texts: list[str], monkeypatch: Any, capsys: Any
+) -> None:
+    require.need("torch", "chainer")
+    from torch import nn
+
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+    from tests.helpers import models
+
+    make = MultiNodeBatchNormalization if "comm" in of_chainer else models.L.BatchNormalization
+    torch_model, chainer_model, x = models.pair()
+    torch_model.bn = nn.BatchNorm2d(4, **of_torch)
+    del chainer_model.bn
+    with chainer_model.init_scope():
+        chainer_model.bn = make(4, **{"eps": 1e-5} | of_chainer)
+    monkeypatch.setattr(models, "pair", lambda: (torch_model, chainer_model, x))
+    found = worker.models(SingleProcess(), "tests.helpers.models:pair")
+    assert [e.text for e in found] == texts
+    assert verdicts_of(monkeypatch, [e._replace(surface="torch") for e in found], "chainer")[0] == (
+        "BROKEN"
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"    bn: {texts[0]}"
 
 
 def two_samples() -> Any:

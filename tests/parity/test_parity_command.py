@@ -1,11 +1,12 @@
 """`multibn parity` as a user runs it, on one and two ranks and a few cases."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 from multibn import SingleProcess, _launch, cli
-from multibn.parity import worker
+from multibn.parity import command, worker
 from multibn.parity.cases import BOUNDS
 from tests.helpers import launch, require
 
@@ -53,11 +54,22 @@ def test_a_pair_of_models_is_compared_on_two_ranks() -> None:
     assert counts == "1 ok"
 
 
-def test_a_misspelt_pair_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "model, why",
+    [
+        ("tests.helpers.models:pear", "module 'tests.helpers.models' has no attribute 'pear'"),
+        ("tests.helpers.models", "module 'tests.helpers.models' has no attribute ''"),
+        ("tests.helpers.moddels:pair", "No module named 'tests.helpers.moddels'"),
+        (":pair", "Empty module name"),
+    ],
+)
+def test_a_misspelt_pair_is_an_error_before_any_launch(
+    model: str, why: str, monkeypatch: Any, capsys: Any
+) -> None:
     require.need("torch", "chainer")
-    assert cli.main(["parity", "--model", "tests.helpers.models:pear"]) == 2
+    monkeypatch.setattr(command, "run_workers", None)
+    assert cli.main(["parity", "--model", model]) == 2
     said = capsys.readouterr()
-    error = "AttributeError: module 'tests.helpers.models' has no attribute 'pear'"
-    assert said.err.startswith("launch 1 of 1, after ")
-    assert error in said.err
-    assert f"failed: {error}" in said.out
+    assert said.out == ""
+    assert said.err.startswith("multibn parity: --model must be MODULE:FUNCTION, found from this f")
+    assert said.err.endswith(f": got {model!r} ({why}).\n")
