@@ -6,13 +6,17 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from multibn._environment import importable
 from multibn._typing import Array
 
 # The framework that reads a file, by its suffix.
 FRAMEWORKS = {".npz": "chainer", ".pt": "torch", ".pth": "torch", ".safetensors": "torch"}
+
+_HDF5 = "HDF5 is not read: load the file in Chainer by load_hdf5, and save it by save_npz."
 
 # Arrays of zeros compress a thousandfold, so a small file may hold much more than its size. A file
 # that declares more than these limits is refused: it may be an attack that fills the memory.
@@ -38,9 +42,12 @@ def framework(path: Path) -> str:
     """`"chainer"` or `"torch"`, by the suffix."""
     suffix = path.suffix.lower()
     if suffix not in FRAMEWORKS:
+        advice = (
+            "Rename the file: the suffix says which format it has, .npz of Chainer's snapshots."
+        )
         raise CheckpointError(
             f"{path}: the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. "
-            "Rename the file: the suffix says which format it has."
+            f"{_HDF5 if suffix in ('.h5', '.hdf5') else advice}"
         )
     return FRAMEWORKS[suffix]
 
@@ -51,6 +58,9 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise CheckpointError(f"{path}: no such file. Check the path.")
     try:
+        with path.open("rb") as file:
+            if file.read(4) == b"\x89HDF":
+                raise CheckpointError(_HDF5)
         return reader(path, prefix)
     except ImportError:  # torch or safetensors is not installed
         raise
@@ -116,6 +126,15 @@ def to_numpy(values: Mapping[str, Any], key: str) -> Array:
     return array_of({key: array}, key)  # NumPy's dtypes say whether numbers are real
 
 
+def _check_alone(models: set[str]) -> None:
+    """Raise if `models`, which are below these prefixes, are a part of what a file holds."""
+    if models:
+        raise CheckpointError(
+            f"holds more than a model: pass `prefix`, {' or '.join(map(repr, sorted(models)))} "
+            f"(--prefix {min(models)})."
+        )
+
+
 def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str, Any]:
     """The arrays or tensors below `prefix`, without `prefix`."""
     start = prefix.rstrip(separator) + separator if prefix else ""
@@ -162,20 +181,25 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
 
     _check_archive(path)
     with np.load(path, allow_pickle=False) as file:
+        paths = {"/".join(key.split("/")[:2]) for key in file}  # of the snapshot of a trainer
+        _check_alone({key for key in paths if key.startswith("updater/model:") and not prefix})
         return _select(file, prefix, "/")
 
 
 def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
-    import torch
-
     sizes: dict[int, int] = {}
     if path.suffix.lower() == ".safetensors":
-        from safetensors.torch import load_file
-
-        loaded: Any = load_file(path)
+        # bfloat16, which NumPy does not have, needs torch.
+        kind = "torch" if importable("torch") else "numpy"
+        loaded: Any = import_module(f"safetensors.{kind}").load_file(path)
     else:
         loaded, sizes = _unpickled(path)
     # Training scripts save more than the model: dicts inside of dicts.
+    if not prefix and isinstance(loaded, Mapping):
+        parts = {key: part for key, part in loaded.items() if isinstance(part, Mapping)}
+        _check_alone(
+            {k for k, part in parts.items() if any(hasattr(v, "dtype") for v in part.values())}
+        )
     name, _, rest = prefix.partition(".")
     while name and isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
         loaded = loaded[name]
@@ -187,7 +211,7 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
         )
     tensors = _select(loaded, prefix, ".")
     for key, t in tensors.items() if sizes else ():
-        is_plain = type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_nested
+        is_plain = type(t).__name__ in ("Tensor", "Parameter") and not t.is_nested
         storage = t.untyped_storage() if is_plain else None
         if storage is None or storage.nbytes() != sizes.get(storage.data_ptr(), 0):
             raise CheckpointError(
@@ -196,7 +220,7 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
                 "`model.state_dict()` again."
             )
     # A tensor with strides of 0 may be much larger than its storage.
-    _check_expansion(sum(t.numel() * t.element_size() for t in tensors.values()), path)
+    _check_expansion(sum(t.nbytes for t in tensors.values()), path)
     return tensors
 
 
@@ -238,6 +262,12 @@ def _written(state: Mapping[str, Any], suffix: str) -> bytes:
     if suffix == ".npz":
         np.savez_compressed(buffer, **state)
         return buffer.getvalue()
+    if suffix == ".safetensors" and not importable("torch"):
+        from safetensors.numpy import save as save_arrays
+
+        return save_arrays(
+            {k: np.array(a, a.dtype.newbyteorder("="), order="C") for k, a in state.items()}
+        )
     import torch
 
     # Contiguous copies that share no memory, of NumPy arrays in this machine's byte order.

@@ -235,6 +235,12 @@ def _translate(
     if not origins:
         raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
     notes = []
+    for wrapper in ("module", "_orig_mod"):  # of DistributedDataParallel and torch.compile
+        if all(name.startswith(wrapper + new) for name in origins):
+            notes.append(
+                f"all keys are below {wrapper!r}, which wraps a model: pass `prefix` {wrapper!r} "
+                f"(--prefix {wrapper}) to take it away."
+            )
     if numbered:
         notes.append(
             f"the numbers in {some(numbered)} are carried as they are, which is right for a "

@@ -77,7 +77,8 @@ def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
     snapshot["updater/iterator:main/_order"] = np.asarray(None)
     snapshot["extensions/LogReport/_log"] = np.asarray("[]")
     np.savez(tmp_path / "a.npz", **snapshot)
-    refused(tmp_path / "a.npz", "select the model alone with `prefix`")
+    message = r"holds more than a model: pass `prefix`, '{0}' \(--prefix {0}\)\."
+    refused(tmp_path / "a.npz", message.format("updater/model:main"))
     refused(tmp_path / "a.npz", "'LogReport/_log'|bytes: got <U2. Select", prefix="extensions")
     refused(tmp_path / "a.npz", "Python objects that are", prefix="updater/iterator:main")
     refused(tmp_path / "a.npz", r"no key is below `prefix` 'x': found 'extensions', ", prefix="x")
@@ -89,7 +90,12 @@ def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
 def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
     model = tensors()
     torch.save({"model": model, "optimizer": {"state": {0: model}}, "epoch": 3}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", "'model' must be a dense array or tensor of real .*: got Ord.* Sel")
+    refused(tmp_path / "a.pt", r"more than a model: pass `prefix`, 'model' \(--prefix model\)\.")
+    two = {"ema": model, "model": model}
+    torch.save(two, tmp_path / "b.pt")
+    refused(tmp_path / "b.pt", r"pass `prefix`, 'ema' or 'model' \(--prefix ema\)")
+    torch.save({"model": {"steps": 3}}, tmp_path / "b.pt")
+    refused(tmp_path / "b.pt", "'model' must be a dense array or tensor of real .*: got dict. Sel")
     refused(tmp_path / "a.pt", "below `prefix` 'modle': found 'epoch', 'model'", prefix="modle")
     refused(tmp_path / "a.pt", "a dict of tensors by name: got dict", prefix="optimizer.state")
     torch.save({"all": {"model": model}, "epoch": 3}, tmp_path / "a.pt")
@@ -276,7 +282,13 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         ("a\0.npz", "a.pt", "no such file"),
         ("", "a.pt", "the suffix must be one of"),
         ("a.npz", "b.txt", r"b\.txt: the suffix must be one of \.npz, \.pt, .*: got '\.txt'"),
-        ("a.npz", "b", "got 'none'. Rename"),
+        ("a.npz", "b", r"got 'none'\. Rename the file: .*, \.npz of Chainer's snapshots\."),
+        (
+            "a.h5",
+            "a.pt",
+            r"got '\.h5'\. HDF5 is not read: load .* by load_hdf5, and save it by save_",
+        ),
+        ("a.npz", "a.hdf5", "HDF5 is not read"),
     ):
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / src, tmp_path / dst)
@@ -370,6 +382,25 @@ def test_a_library_that_is_missing_is_named(
         assert cli.main(["convert", str(source), str(target)]) == 2
         assert "convert: import of safetensors.torch halted" in capsys.readouterr().err
         assert not target.exists()
+
+
+def test_hdf5_under_another_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(b"\x89HDF\r\n\x1a\n")
+    refused(tmp_path / "a.npz", r"a\.npz: HDF5 is not read: load the file in Chainer by load_hdf5")
+
+
+def test_safetensors_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = make(tmp_path / "a.npz"), tmp_path / "a.safetensors"
+    make(tmp_path / "b.npz", {"fc/W": np.asfortranarray(np.arange(6, dtype=">f8").reshape(2, 3))})
+    for name in ("torch", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    convert(source, target)
+    convert(target, tmp_path / "c.npz")
+    state, expected = files.read(tmp_path / "c.npz", ""), arrays()
+    assert state.keys() == expected.keys()
+    assert all(np.array_equal(state[key], expected[key]) for key in expected)
+    convert(tmp_path / "b.npz", target)
+    np.testing.assert_array_equal(files.read(target, "")["fc.weight"], [[0, 1, 2], [3, 4, 5]])
 
 
 def test_torch_files_from_before_zip_are_read(tmp_path: Path) -> None:
