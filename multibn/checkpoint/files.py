@@ -42,9 +42,7 @@ def framework(path: Path) -> str:
     """`"chainer"` or `"torch"`, by the suffix."""
     suffix = path.suffix.lower()
     if suffix not in FRAMEWORKS:
-        advice = (
-            "Rename the file: the suffix says which format it has, .npz of Chainer's snapshots."
-        )
+        advice = "Rename the file: the suffix says the format, .npz of Chainer's snapshots."
         raise CheckpointError(
             f"{path}: the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. "
             f"{_HDF5 if suffix in ('.h5', '.hdf5') else advice}"
@@ -235,23 +233,21 @@ def _unpickled(path: Path) -> tuple[Any, dict[int, int]]:
     if is_zip:
         _check_archive(path)
 
-    def load(byte: int) -> tuple[Any, list[Any], dict[int, int]]:
-        storages: list[Any] = []
-        sizes = {0: 0}
+    def load(byte: int) -> tuple[Any, list[Any]]:
+        own: list[Any] = []
 
         def keep(storage: Any, _: str) -> Any:
-            storages.append(torch.tensor((), dtype=torch.uint8).set_(storage))
+            own.append(torch.tensor((), dtype=torch.uint8).set_(storage))
             if not is_zip:  # numbers come last there, of those storages that a list names
-                storages[-1].fill_(byte)
-            sizes[storage.data_ptr()] = storage.nbytes()
+                own[-1].fill_(byte)
             return storage
 
-        return torch.load(path, map_location=keep, weights_only=True), storages, sizes
+        return torch.load(path, map_location=keep, weights_only=True), own
 
-    loaded, storages, sizes = load(0)
-    if not is_zip and not all(map(torch.equal, storages, load(1)[1])):
+    loaded, own = load(0)
+    if not is_zip and not all(map(torch.equal, own, load(1)[1])):
         raise ValueError("a storage has no numbers")
-    return loaded, sizes
+    return loaded, {0: 0} | {one.data_ptr(): one.numel() for one in own}
 
 
 def _written(state: Mapping[str, Any], suffix: str) -> bytes:

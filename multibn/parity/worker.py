@@ -234,13 +234,11 @@ def models(communicator: Communicator, function: str) -> list[Error]:
     from multibn.chainer_backend import create_mnbn_model
     from multibn.torch_backend import convert_sync_batchnorm
 
-    torch_model, chainer_model, x = _pair(function)
-    if unlike := list(_unlike(torch_model, chainer_model)):
+    torch_model, chainer_model, x, unlike = _pair(function)
+    if unlike:
         return unlike
-    _carry_over(chainer_model, torch_model)
     alone = _steps(torch_model, chainer_model, x)
-    torch_model, chainer_model, _ = _pair(function)
-    _carry_over(chainer_model, torch_model)
+    torch_model, chainer_model, *_ = _pair(function)
     indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
     shared = _steps(
         convert_sync_batchnorm(torch_model, communicator),
@@ -266,8 +264,10 @@ def _unlike(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
     """An error for each pair of layers of one name whose options differ."""
     links = {path[1:].replace("/", "."): link for path, link in chainer_model.namedlinks()}
     for name, layer in torch_model.named_modules():
-        link = links.get(name)
-        options = {"eps": [getattr(each, "eps", None) for each in (layer, link)]}
+        link: Any = links.get(name)
+        if not (hasattr(layer, "eps") and hasattr(link, "eps")):
+            continue
+        options: dict[str, list[Any]] = {"eps": [layer.eps, link.eps]}
         if hasattr(layer, "running_var") and hasattr(link, "avg_var"):
             options["momentum (1 - decay)"] = [layer.momentum, round(1 - link.decay, 12)]
             options["weight (gamma)"] = [layer.weight is not None, link.gamma is not None]
@@ -277,7 +277,7 @@ def _unlike(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
                 getattr(link, "avg_var_convention", "unbiased_global"),
             ]
         for option, (torchs, chainers) in options.items():
-            if torchs != chainers and hasattr(link, "eps") and hasattr(layer, "eps"):
+            if torchs != chainers:
                 text = f"{option} is {torchs} in torch, {chainers} in Chainer"
                 yield Error(math.inf, math.inf, 0.0, option, name, "models", text)
 
@@ -290,10 +290,16 @@ def find(path: str) -> Callable[[], Any]:
     return cast(Callable[[], Any], getattr(importlib.import_module(module), name))
 
 
-def _pair(path: str) -> tuple[Any, Any, Array]:
-    """The user's models and their input."""
-    function = find(path)
+def _pair(path: str) -> tuple[Any, Any, Array, list[Error]]:
+    """The user's models, their input, and the errors of their options.
+
+    Without errors, torch's model has the state of Chainer's.
+    """
+    function = find(path)  # makes Chainer importable
     import torch
+    from chainer.serializers import DictionarySerializer
+
+    from multibn import checkpoint
 
     # All calls must return models with the same weights.
     torch.manual_seed(0)
@@ -301,20 +307,13 @@ def _pair(path: str) -> tuple[Any, Any, Array]:
     torch_model, chainer_model, x = function()
     if len(x) < 3:  # two become 1 and -1, and dx is 0
         raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
-    return torch_model, chainer_model, x
-
-
-def _carry_over(chainer_model: Any, torch_model: Any) -> None:
-    """Give torch's model the state of Chainer's."""
-    import torch
-    from chainer.serializers import DictionarySerializer
-
-    from multibn import checkpoint
-
+    if unlike := list(_unlike(torch_model, chainer_model)):
+        return torch_model, chainer_model, x, unlike
     serializer = DictionarySerializer()
     serializer.save(chainer_model)
     state = checkpoint.chainer_to_torch(serializer.target).state
     torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
+    return torch_model, chainer_model, x, []
 
 
 def _steps(torch_model: Any, chainer_model: Any, x: Array) -> list[Arrays]:
