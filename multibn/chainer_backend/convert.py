@@ -88,17 +88,12 @@ def create_mnbn_model(
             obstacles[path] = f"{type(each).__module__}.{type(each).__qualname__}: {why}"
         else:
             norms.append(each)
-    message = ""
+    message = "`link` has no L.BatchNormalization: nothing is converted. Build the model with some."
     if obstacles:
         message = list_obstacles(obstacles, "link(s) are copied as they are, statistics not shared")
-    elif not norms:
-        message = (
-            "`link` has no L.BatchNormalization: nothing is converted. Links of ChainerMN's own "
-            "stay as they are: build the model with L.BatchNormalization."
-        )
-    if message and strict:
+    if strict and (obstacles or not norms):
         raise TypeError(message)
-    if message:
+    if obstacles or not norms:
         warnings.warn(message, stacklevel=2)
     for old in norms:
         if old.avg_mean is None:

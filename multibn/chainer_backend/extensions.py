@@ -74,8 +74,7 @@ class FinetunePopulationStatistics(training.Extension):
     Warns
     -----
     UserWarning
-        For links of `target` that have moving averages and are no L.BatchNormalization, with their
-        paths.
+        For links of `target` with moving averages that are no L.BatchNormalization: their paths.
 
     Notes
     -----

@@ -42,8 +42,7 @@ def pool_states(
     FloatingPointError
         If a state has NaN or infinity where numbers are pooled.
     TypeError, ValueError
-        If `states` are no list of dicts, or `counts` not as many positive numbers as there are
-        states.
+        If `states` are no list of dicts, or `counts` not as many positive numbers.
 
     Examples
     --------

@@ -70,10 +70,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             find(args.model)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"--model must be MODULE:FUNCTION, found from this folder: got {args.model!r} "
-                f"({error})."
-            ) from error
+            wanted = "--model must be MODULE:FUNCTION, found from this folder"
+            raise ValueError(f"{wanted}: got {args.model!r} ({error}).") from error
     names = [case.name for case in select(args.cases)]
     print("over, ranks         surface error quantity, case: the worst for its bound", flush=True)
     surfaces, options = (

@@ -32,10 +32,7 @@ OF_MODELS = {
 
 
 class Error(NamedTuple):
-    """The error of a quantity on a rank in a step; NaN counts as infinite.
-
-    Of options that differ, infinite, and a text.
-    """
+    """The error of a quantity on a rank in a step; NaN counts as infinite."""
 
     ratio: float  # of the error to its bound
     error: float  # relative to the largest expected entry
@@ -43,7 +40,7 @@ class Error(NamedTuple):
     quantity: str
     case: str
     surface: str
-    text: str = ""
+    text: str = ""  # of an option that differs, whose error is infinite
 
 
 class Torch:
