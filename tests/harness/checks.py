@@ -132,8 +132,10 @@ class Checks:
             if gone:
                 return f"exit status {process.returncode}" if process.returncode else ""
             ends = [ranks.end(rank, behind) for rank in range(self.size)]
-            if any(end and end.error for end in ends):
-                limit = min(limit, time.monotonic() + self.grace)
+            failed = [rank for rank, end in enumerate(ends) if end and end.error]
+            if failed and (soon := time.monotonic() + self.grace) < limit:
+                limit = soon
+                why = f"not over within {self.grace:g} s after the error on rank(s) {failed}"
             if time.monotonic() > limit:
                 return why
             if all(ends) and any(end and not end.in_step for end in ends):

@@ -53,7 +53,10 @@ GRACE = 2.0  # seconds for a rank that waits for one that has failed: it waits f
 SAID = {
     "check_that_passes": [],
     "check_that_asserts": ["rank 0: passed", "AssertionError: assert [1] == [0]", "before the as"],
-    "check_that_raises": ["KeyError: 'raised'", "rank 0: no end"],
+    "check_that_raises": [
+        "not over within 2 s after the error on rank(s) [1]",
+        *("KeyError: 'raised'", "rank 0: no end"),
+    ],
     "check_that_kills": ["rank 1: no end", "about to be killed"],
     "check_after": [],
     "check_that_hangs": ["not over within 6 s", "rank 1: no end", "about to hang", "Timeout ("],

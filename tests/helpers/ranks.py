@@ -122,7 +122,6 @@ class _CountingLines:
     def __init__(self, inner: Lines, counting: CountingCommunicator) -> None:
         self._inner, self._counting = inner, counting
         self.size = inner.size
-        self.agreements: dict[Any, Any] = {}
         self.buffer = inner.buffer
 
     def sum(self, a: HostArray, *arguments: Any, **options: Any) -> HostArray:
