@@ -41,7 +41,7 @@ Estimator: TypeAlias = Literal["population", "mean_of_var"]
 def update_bn_stats(
     model: nn.Module,
     data_loader: Iterable[Any],
-    *,
+    *unnamed: object,
     num_samples: int | None = None,
     num_iters: int | None = None,
     estimator: Estimator = "population",
@@ -72,7 +72,8 @@ def update_bn_stats(
         Any iterable of batches, this rank's share of the data.
     num_samples, num_iters
         Stop after this many samples on all ranks together, in whole batches, or after this many
-        batches on each rank. The first tensor of a batch has the samples on its first dimension.
+        batches on each rank. The first tensor of a batch has the samples on its first dimension;
+        of a PackedSequence, its sequences are the samples. Only by name: `unnamed` must be empty.
     estimator
         `"population"`: exact mean and variance of all elements of the layer's inputs on all ranks,
         for batches of any sizes; the variance is unbiased, times N/(N-1) with N these elements per
@@ -82,7 +83,7 @@ def update_bn_stats(
         of `convert_sub_batchnorm` one of its parts.
     forward_fn
         Called as `forward_fn(model, batch)`. Default: `model(batch)`, or `model(batch[0])` for a
-        tuple or list.
+        plain tuple or list. A named tuple and a PackedSequence go in whole.
     process_group
         The ranks whose data is pooled, as in `check_sync`. The group should contain those of the
         model's synchronized layers.
@@ -96,7 +97,9 @@ def update_bn_stats(
         model has synchronized layers. If an argument has another value than those above; for
         `process_group` as `check_sync`.
     TypeError
-        If a number is no int, or if `num_samples` is an int and a batch contains no tensor.
+        If a number is no int, or if `num_samples` is an int and a batch contains no tensor. If
+        `model` is no module, as where the arguments are swapped, if a third argument has no name,
+        or if the model cannot be called with a batch, and there is no `forward_fn`.
     RuntimeError
         On the other ranks, if one rank's loader raised.
 
@@ -117,6 +120,16 @@ def update_bn_stats(
     >>> model[0].running_mean
     tensor([5.])
     """
+    if unnamed:
+        raise TypeError(
+            f"update_bn_stats takes two arguments by place: got {unnamed} after them. Name what "
+            "follows: fvcore's third is `num_iters=`, a number of batches."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"`model` must be a torch.nn.Module: got {type(model).__qualname__}. The order is "
+            "`update_bn_stats(model, data_loader)`; torch's swa_utils.update_bn has the other one."
+        )
     check_arguments(num_samples, num_iters, estimator)
     inner = _innermost(model)
     layers = list(_layers_in_training(inner, estimator))
@@ -172,7 +185,15 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def _forward(model: nn.Module, batch: Any) -> None:
-    model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    has_several = type(batch) in (tuple, list)
+    try:
+        model(batch[0] if has_several else batch)
+    except (TypeError, AttributeError) as error:
+        raise TypeError(
+            f"`model({'batch[0]' if has_several else 'batch'})` failed for a batch of type "
+            f"{type(batch).__qualname__}: {error} If the model is called in another way, pass it: "
+            "`forward_fn=lambda model, batch: model(**batch)`, or `model(*batch)`, for example."
+        ) from error
 
 
 def _batch_size(batch: Any) -> int:

@@ -191,9 +191,17 @@ def _not_emptied(wanted: str, got: Any) -> TypeError:
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order, also in tuples, lists and mappings."""
+    """The tensors of a batch, in order, also in tuples, lists and mappings.
+
+    Of a PackedSequence, the first step, which has all its samples on the first axis.
+    """
     leaves: list[Any] = []
-    _map_leaves(leaves.append, batch)
+
+    def note(leaf: Any) -> None:
+        is_packed = isinstance(leaf, PackedSequence)
+        leaves.append(leaf.data[: leaf.batch_sizes[0]] if is_packed else leaf)
+
+    _map_leaves(note, batch)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

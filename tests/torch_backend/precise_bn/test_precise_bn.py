@@ -4,7 +4,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -309,6 +309,61 @@ def test_empty_batches_count_for_nothing() -> None:
 def test_batches_without_a_tensor_cannot_be_counted() -> None:
     with pytest.raises(TypeError, match=r"`num_samples` needs batches with a tensor.*got list. Pa"):
         precise(nn.BatchNorm2d(3), [[1, "a"]], num_samples=5)
+
+
+class Several(NamedTuple):
+    data: Any
+    other: Any
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "pairs of packed", "packed", "named"])
+def test_the_first_of_several_things_goes_in_and_one_thing_goes_in_whole(kind: str) -> None:
+    """Of `num_samples`, four sequences are as many samples, whatever they are wrapped in."""
+    sequences = [torch.randn(n, 2) for n in (5, 3, 9, 4, 7, 2, 6, 8)]
+    packs = [nn.utils.rnn.pack_sequence(sequences[k : k + 4], False) for k in (0, 4)]
+    made: Any = {
+        "tensor": lambda k: torch.stack([s[:2] for s in sequences[k : k + 4]]).flatten(1),
+        "tuple": lambda k: (packs[k // 4].data[:4], packs[k // 4].data),
+        "list": lambda k: [packs[k // 4].data[:4], 1],
+        "pairs of packed": lambda k: (packs[k // 4], packs[k // 4]),
+        "packed": lambda k: packs[k // 4],
+        "named": lambda k: Several(packs[k // 4].data[:4], packs[k // 4].data),
+    }
+    data = [made[kind](k) for k in (0, 4)]
+    whole = kind in ("packed", "named", "tensor")
+    given: list[Any] = []
+
+    class Model(nn.BatchNorm1d):
+        def forward(self, x: Any) -> Any:
+            given.append(x)
+            return super().forward(x if isinstance(x, torch.Tensor) else x.data)
+
+    precise(Model(4 if kind == "tensor" else 2), data, num_samples=5)
+    assert all(x is (b if whole else b[0]) for x, b in zip(given, data, strict=True))
+
+
+def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way() -> None:
+    class WithLengths(nn.BatchNorm1d):
+        def forward(self, x: Any, lengths: Any) -> Any:  # type: ignore[override]
+            return super().forward(x)
+
+    x, update = torch.ones(2, 3), cast("Any", update_bn_stats)
+    with pytest.raises(TypeError, match=r"got \(200,\) after.* fvcore's third is `num_iters=`"):
+        update(nn.BatchNorm1d(3), [x], 200)
+    with pytest.raises(TypeError, match=r"`model` must be a torch.nn.Module: got list\. The order"):
+        update([x], nn.BatchNorm1d(3))
+    for model, batch, call in (
+        (nn.BatchNorm1d(3), {"x": x}, r"`model\(batch\)` failed for a batch of type dict"),
+        (SyncBatchNorm(3), {"x": x}, r"`model\(batch\)` failed for a batch of type dict"),
+        (
+            WithLengths(3),
+            (x, 2),
+            r"`model\(batch\[0\]\)` failed for .* tuple.*lengths",
+        ),
+        (nn.BatchNorm1d(3), Several(x, 1), r"`model\(batch\)` failed for a batch of type Several"),
+    ):
+        with pytest.raises(TypeError, match=call + ".*pass it: `forward_fn=lambda"):
+            precise(model, [batch])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
