@@ -9,7 +9,7 @@ pass exchanges the call of `torch.nn.functional.batch_norm`, which costs some 0.
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx, nn, serialization
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -72,7 +72,11 @@ def _class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
 
 def _new(original: type[_BatchNorm]) -> SyncBatchNorm:
     """A layer without attributes, for copies and pickles."""
-    layer: SyncBatchNorm = object.__new__(_class(original))
+    derived = _class(original)
+    if original in serialization.get_safe_globals():  # torch's report has no name of `derived`
+        name = f"{__name__}.{original.__module__}.{original.__qualname__}"
+        serialization.add_safe_globals([(derived, name)])
+    layer: SyncBatchNorm = object.__new__(derived)
     return layer
 
 

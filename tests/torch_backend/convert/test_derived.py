@@ -1,7 +1,9 @@
 """Converted layers of classes with a forward pass of their own."""
 
 import copy
+import io
 import pickle
+import pkgutil
 import threading
 from typing import Any
 
@@ -234,6 +236,23 @@ def test_a_class_keeps_what_it_says_of_its_copies() -> None:
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert other.lock is not layer.lock
         torch.testing.assert_close(other(_input(4)), layer(_input(4)))
+
+
+class Named(nn.BatchNorm1d):
+    """Has no forward pass of its own."""
+
+
+def test_a_whole_model_loads_as_weights_only_by_the_names_that_torch_reports() -> None:
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), Activated(3), Named(3)))
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    allowed: list[Any] = [pkgutil.resolve_name(name) for name in names]
+    file.seek(0)
+    with torch.serialization.safe_globals(allowed):
+        loaded = torch.load(file, weights_only=True)
+    assert list(map(type, loaded)) == list(map(type, model))
+    torch.testing.assert_close(loaded(_input(4)), model(_input(4)))
 
 
 def test_a_wrong_dimension_on_one_rank_is_heard_on_all() -> None:
