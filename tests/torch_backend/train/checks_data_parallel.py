@@ -179,6 +179,42 @@ def check_a_compiled_model_does_not_depend_on_others(world: Communicator) -> Non
         _train(compiled, world)
 
 
+class _Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.bn1, self.bn2 = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn1(self.first(x.flatten(1)[:, :6]))
+        return self.bn2(self.second(x)).pow(3)
+
+
+def check_compiled_models_of_several_buckets_need_inductor(
+    world: Communicator,
+) -> None:
+    """docs/limits.md, of torch 2.13."""
+    warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # torch asks itself
+    model = convert_sync_batchnorm(_Linear())
+
+    def train(optimize: bool, backend: str = "") -> Any:
+        torch._dynamo.reset()
+        ddp: Any = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0001)
+        with torch._dynamo.config.patch(optimize_ddp=optimize):
+            return _train(torch.compile(ddp, backend=backend) if backend else ddp, world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 100)
+        expected = train(False).state_dict().values()
+        for optimize, backend in ((False, "aot_eager"), (True, "inductor")):
+            found = train(optimize, backend).state_dict().values()
+            torch.testing.assert_close(list(found), list(expected))
+        if torch.__version__.startswith("2.13"):
+            with pytest.raises(Exception, match="same reduction dim"):
+                train(True, "aot_eager")
+    torch._dynamo.reset()
+
+
 def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
     """One without the private parts that this takes."""
     with pytest.MonkeyPatch.context() as patch:
