@@ -73,7 +73,8 @@ def _class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
 def _new(original: type[_BatchNorm]) -> SyncBatchNorm:
     """A layer without attributes, for copies and pickles."""
     derived = _class(original)
-    if original in serialization.get_safe_globals():  # torch's report has no name of `derived`
+    safe: list[Any] = serialization.get_safe_globals()
+    if original in safe:  # torch's report has no name of `derived`
         name = f"{__name__}.{original.__module__}.{original.__qualname__}"
         serialization.add_safe_globals([(derived, name)])
     layer: SyncBatchNorm = object.__new__(derived)

@@ -122,9 +122,10 @@ class ReversibleSequence(nn.Module):
 
         Raises TypeError if `x1` and `x2` hold integers, and ValueError if a module returns another
         shape than its stream's. Raises RuntimeError if a module changes its inputs, or buffers
-        other than a batch norm's; in the backward pass, if parameters have been modified since the
-        forward pass, if a module needs gradients for other tensors than its parameters and `cond`,
-        or with `create_graph=True`: use `mode="stored"`.
+        other than a batch norm's, or if FSDP shards it apart from the others; in the backward pass,
+        if parameters have been modified since the forward pass, if a module needs gradients for
+        other tensors than its parameters and `cond`, or with `create_graph=True`: use
+        `mode="stored"`.
         """
         return self._run(range(len(self.layers)), x1, x2, *cond)
 

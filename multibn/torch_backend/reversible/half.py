@@ -1,6 +1,7 @@
 """Half a block: a function of one stream, whose result the other stream adds."""
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
@@ -69,8 +70,17 @@ class Half:
     def recording(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """A context of the first pass, which reads the tensors `inputs`.
 
-        Raises RuntimeError if the module changes these, or its own buffers (batch norms may).
+        Raises RuntimeError if the module changes these, or its own buffers (batch norms may), and
+        if FSDP shards it: its hooks would gather other parameters than those of the first pass.
         """
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+        if any(isinstance(part, kinds) for part in self._parts):
+            raise RuntimeError(
+                f"{self} is sharded by FSDP, and could not be run again with the gathered "
+                "parameters. Shard the ReversibleSequence as a whole, `fully_shard(sequence)`, or "
+                'several shorter ones, or use `mode="stored"`.'
+            )
         device = inputs[0].device
         self._device = None if device.type in ("cpu", "meta") else device
         self._training = [part.training for part in self._parts]

@@ -2,8 +2,10 @@
 
 import functools
 import itertools
-from typing import Any
+import warnings
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -176,3 +178,40 @@ def check_the_padded_batch_is_the_batch_without_padding(world: Communicator) -> 
             _expect_close(_elements(got, mask), expected[mine])
         _expect_close(gradients, _gradients(whole))
         _expect_close(_state(model), _state(whole))
+
+
+@only("torchrun")
+def check_fsdp_shards_whole_chains(world: Communicator) -> None:
+    """As one process on the whole batch; parts of F and G are refused, or stored."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    mesh = init_device_mesh("cpu", (world.size,))
+    x = torch.randn(8, CHANNELS, 5, generator=torch.Generator().manual_seed(0)).double()
+    for mode, part in (
+        ("reversible", ""),
+        ("stored", "F"),
+        *(("reversible", part) for part in ("F", "G", "F.2")),
+    ):
+        chains, expected = (
+            nn.ModuleList(_model(communicator, mode) for _ in "ab")
+            for communicator in (world, SingleProcess())
+        )
+        shard: Any = functools.partial(fully_shard, mesh=mesh)
+        if part:
+            shard(chains.get_submodule(f"0.layers.1.{part}"))
+        for chain in chains:
+            shard(chain)
+
+        def train(chains: Any, x: Tensor) -> None:
+            _loss(*chains[1](*chains[0](x, x))).div(len(x)).backward()
+
+        if mode == "reversible" and part:
+            with pytest.raises(RuntimeError, match=rf"{part[0]} of block 1 is sharded by FSDP.*Sh"):
+                train(chains, x[world.rank :: world.size])
+            continue
+        train(chains, x[world.rank :: world.size])
+        train(expected, x)
+        grads = [cast("Any", p.grad).full_tensor().flatten() for p in chains.parameters()]
+        _expect_close(torch.cat(grads), _gradients(expected))
