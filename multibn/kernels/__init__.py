@@ -14,6 +14,7 @@ here knows of processes.
 import importlib
 import os
 import sys
+import warnings
 from functools import cache
 from typing import Any
 
@@ -52,12 +53,24 @@ def turned_off() -> bool:
 
 @cache
 def _native(name: str) -> Any:
-    """The module `name`; `generic` if MULTIBN_KERNELS says so, or its compiler is missing."""
+    """The module `name`; `generic` if MULTIBN_KERNELS says so, or its compiler is missing.
+
+    Warns once of a missing core, in the first step of a layer in host memory.
+    """
     if turned_off():
         return generic
     try:
         file = importlib.import_module(f"multibn.kernels.{name}")
-    except ImportError:
+    except ImportError as error:
+        if name == "host":
+            warnings.warn(
+                "layers in host memory are about three times slower: the C core is missing "
+                f"({error}). Install a C compiler and Python's headers, then install multibn "
+                "again; `multibn info` shows what is in use. MULTIBN_KERNELS=generic says that "
+                "this is intended.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return generic
     # A field that the file does not know would be forgotten in silence.
     knows_all = all({*kind._fields} <= {*names} for kind, names in file.FIELDS.items())

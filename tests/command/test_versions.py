@@ -1,5 +1,6 @@
 """What is declared is what is tested: pyproject.toml, noxfile.py and the workflow agree."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import versions
+from tests.helpers import require
 
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -20,6 +22,25 @@ def test_the_declared_pythons_are_tested() -> None:
     tested = set(SETS.values())
     assert tested == set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT))
     assert re.findall(r'requires-python = ">=(.*)"', PROJECT) == [min(tested, key=versions.numbers)]
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "1.13.0", "2.10.0a0+git1", "2.10.0", "3.0.0"])
+def test_an_older_torch_is_refused_in_one_line(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require.need("torch")
+    import torch
+
+    from multibn.torch_backend import _least_torch
+
+    (least,) = re.findall(r'^torch = \["torch>=(.*)"\]', PROJECT, re.MULTILINE)
+    monkeypatch.setattr(torch, "__version__", version)
+    if version.startswith((least, "3")):
+        importlib.reload(_least_torch)
+        return
+    message = rf"needs torch {least} or later: torch {re.escape(version)} is installed\. Run pip"
+    with pytest.raises(ImportError, match=message):
+        importlib.reload(_least_torch)
 
 
 def test_the_workflow_runs_each_set() -> None:

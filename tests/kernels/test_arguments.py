@@ -1,6 +1,8 @@
 """A field of the passes' arguments reaches every verb, or the file is left to `generic`."""
 
+import contextlib
 import inspect
+import sys
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,19 @@ def test_a_file_that_does_not_know_a_field_is_left_to_generic(
     monkeypatch.delenv("MULTIBN_KERNELS", raising=False)
     chosen = kernels._native.__wrapped__("host")
     assert chosen is (generic if missing else host), "a field must not be forgotten in silence"
+
+
+@pytest.mark.parametrize("asked", ["", "generic"])
+def test_a_missing_core_is_told_unless_the_slow_way_was_asked_for(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "multibn.kernels.core._core", None)
+    monkeypatch.delattr("multibn.kernels.core._core")
+    monkeypatch.delitem(sys.modules, "multibn.kernels.host")
+    monkeypatch.setenv("MULTIBN_KERNELS", asked)
+    message = r"three times slower: the C core is missing \(.*_core.*\)\. Install a C compiler"
+    with contextlib.nullcontext() if asked else pytest.warns(RuntimeWarning, match=message):
+        assert kernels._native.__wrapped__("host") is generic
 
 
 def test_the_core_says_which_arguments_were_wrong() -> None:
