@@ -80,7 +80,7 @@ def begin_forward(
 def finish_forward(
     i: Input, summed: Tensor, rank_weight: Any, count: Any, /
 ) -> tuple[Tensor, BatchStatistics, int]:
-    """As `generic.finish_forward`; two launches."""
+    """As `generic.finish_forward`; two launches, four for a cumulative average."""
     plan, weight, bias, running = _plan(i), i.weight, i.bias, i.running
     if (
         plan is None
@@ -101,6 +101,8 @@ def finish_forward(
     key = isinstance(count, Tensor), plan.dtype, *key
     key = weight is None or weight.dtype, bias is None or bias.dtype, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
+    if constants["CUMULATIVE"]:  # only now: all programs have read the counter
+        arrays[2].add_(batch.count > 0)
     return _normalize(plan, i, coefficients), batch, state
 
 
@@ -214,12 +216,9 @@ def _moved(
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
     factor = number(0.0 if is_global else generic.variance_factor(0.0, local_count, convention))
     cumulative = momentum is None and counter is not None
-    block = _BLOCK
-    if cumulative:  # one program reads and writes the counter
-        programs, block = 1, max(triton.next_power_of_2(C), _BLOCK)
     if cumulative or is_global:
-        constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global, "BLOCK": block}
-    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, block, type(factor)
+        constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global}
+    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, type(factor)
     return (mean, var, counter), (number(momentum or 0.0), factor), programs, constants, key
 
 

@@ -291,6 +291,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: contextlib.nullcontext())
     streams = "the stream of GPU {0.index}".format
     monkeypatch.setattr(torch.cuda, "current_stream", streams)
 
@@ -315,6 +316,26 @@ def test_a_layer_may_move_to_another_gpu_and_train_after_inference(on_gpu: Any) 
             wait: Any = begin_copy(on_gpu(3.0 + gpu, gpu), unused)
             assert wait().tolist() == [3.0 + gpu] * 4
     assert [len(each) for each in unused.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("captured", [0, 1])
+def test_a_capture_on_the_gpu_of_the_message_takes_no_copy(
+    on_gpu: Any, captured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(gpu: int) -> Iterator[None]:
+        current.append(gpu)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == captured)
+    for gpu in (0, 1):
+        assert (begin_copy(on_gpu(1.0, gpu), {}) is None) == (gpu == captured)
 
 
 def test_first_messages_are_summed_on_the_gpu_of_the_activation(

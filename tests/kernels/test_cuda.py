@@ -213,7 +213,12 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     assert on == ["GPU 1"] * 2
 
 
-def test_a_gpu_without_a_compiler_takes_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "gpu", [None, SimpleNamespace(backend="cuda", arch=61)], ids=["no compiler", "old"]
+)
+def test_a_gpu_that_triton_cannot_use_takes_torchs_operations(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton makes its launcher by a C compiler: torch's operations compute without one."""
     require.need("torch", "triton")
     import torch
@@ -221,14 +226,17 @@ def test_a_gpu_without_a_compiler_takes_torchs_operations(monkeypatch: pytest.Mo
 
     from multibn import kernels
 
-    def target() -> None:
-        raise RuntimeError("Failed to find C compiler.")
+    def target() -> Any:
+        if gpu is None:
+            raise RuntimeError("Failed to find C compiler.")
+        return gpu
 
     driver = SimpleNamespace(get_current_target=target)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delitem(sys.modules, "multibn.kernels.cuda", raising=False)
-    expected = r"Triton cannot launch .* here: Failed to find C compiler\. .* gcc and python3-dev"
+    why = "the GPU has compute capability 6.1, below 7.0" if gpu else "Failed to find C compiler"
+    expected = rf"Triton cannot launch .* here: {re.escape(why)}\. .* gcc and python3-dev"
     with pytest.warns(RuntimeWarning, match=expected):
         assert kernels._native.__wrapped__("cuda") is kernels.generic
 

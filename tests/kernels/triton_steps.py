@@ -135,6 +135,15 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
             assert torch.equal(a, b)
 
 
+def test_a_cumulative_average_of_many_channels_is_divided_among_programs() -> None:
+    """One program of 65,536 channels took five minutes to compile."""
+    counter = torch.tensor(0, device=DEVICE)
+    for momentum in (0.1, None):
+        running = Running(wide(700), wide(700) ** 2, momentum, num_batches=counter)
+        _, _, programs, constants, _ = cuda._moved(running, 4.0, 700)
+        assert (programs, constants["BLOCK"]) == (3, 256)
+
+
 def test_running_statistics_of_inference_mode_are_moved() -> None:
     """The kernels cannot: they count the versions of what they write."""
     with torch.inference_mode():

@@ -1,6 +1,7 @@
 """Copies of a GPU's messages, which the host looks at later."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from array_api_compat import is_cupy_array
@@ -24,7 +25,13 @@ def begin_copy(
     if getattr(summed, "is_cuda", False):  # torch's
         import torch
 
-        capturing = torch.cuda.is_current_stream_capturing
+        device = summed.get_device()
+        is_current = device == torch.cuda.current_device()
+
+        def capturing() -> bool:  # on the message's GPU, which may be another one
+            with nullcontext() if is_current else torch.cuda.device(device):
+                return torch.cuda.is_current_stream_capturing()
+
         if capturing():
             return None
         # An event is of the GPU on which it was recorded first.
@@ -39,7 +46,6 @@ def begin_copy(
             pinned = memory, memory.numpy(), torch.Event(summed.device)
         memory, copy, event = pinned
         memory.copy_(summed, non_blocking=True)
-        is_current = summed.get_device() == torch.cuda.current_device()
         event.record(None if is_current else torch.cuda.current_stream(summed.device))
     elif is_cupy_array(summed):
         import cupy

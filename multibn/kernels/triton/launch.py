@@ -24,14 +24,16 @@ def _bits(v: float) -> int:
 
 
 def require_launcher() -> None:
-    """Raise ImportError, with a warning, where Triton cannot compile its launcher."""
+    """Raise ImportError, with a warning, where Triton cannot serve the machine or its GPU."""
     try:
-        triton.runtime.driver.active.get_current_target()
+        target = triton.runtime.driver.active.get_current_target()
+        if target.backend == "cuda" and target.arch < 70:
+            raise RuntimeError(f"the GPU has compute capability {target.arch / 10}, below 7.0.")
     except Exception as error:  # of Triton, or of the compiler's process
         warnings.warn(
             f"Triton cannot launch kernels here: {error} Layers compute on the GPU by torch's "
-            "operations, which takes longer. Install a C compiler and Python's headers, on Debian "
-            "gcc and python3-dev.",
+            "operations, which takes longer. Where a compiler is missing, install a C compiler and "
+            "Python's headers, on Debian gcc and python3-dev.",
             RuntimeWarning,
             stacklevel=2,
         )

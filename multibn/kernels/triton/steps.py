@@ -216,8 +216,8 @@ def _move(
     CUMULATIVE: constexpr, UNBIASED: constexpr,
 ):  # fmt: skip
     seen = n > 0.0
-    if CUMULATIVE:  # one program, and one thread of the program, reads and writes the counter
-        batches = tl.atomic_add(num_batches, seen.to(tl.int64)) + seen.to(tl.int64)
+    if CUMULATIVE:  # all programs read the counter, which is written after this kernel
+        batches = tl.load(num_batches) + seen.to(tl.int64)
         a = 1.0 / tl.maximum(batches, 1).to(tl.float64)
     else:
         a = number(momentum)
