@@ -13,6 +13,7 @@ from multibn.communicators.agreement import look_at_unread
 from multibn.communicators.base import Handle
 from multibn.communicators.conversation import Phase
 from multibn.kernels import Input, Running, cuda, generic
+from multibn.message import LARGEST
 from multibn.torch_backend import SyncBatchNorm
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
@@ -133,6 +134,16 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
             assert torch.equal(sees(x), other(x))
         for a, b in zip(sees.buffers(), other.buffers(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
+def test_sums_of_large_squares_overflow_earlier_than_in_host_memory() -> None:
+    """docs/conventions.md: the squares fit into float32, and their sums do not."""
+    signs = 1.0 - 2.0 * (torch.arange(2**17, device=DEVICE) % 2)
+    for scale, fits in ((1e15, True), (2e18, False)):
+        i = Input(scale * signs[:, None], None, None, 1e-5, (0,))
+        payload = cuda.begin_forward(i, 1.0, 2.0**17, 2.0**970)
+        assert bool(payload[1] < LARGEST) == fits
 
 
 def test_a_cumulative_average_of_many_channels_is_divided_among_programs() -> None:
