@@ -1,6 +1,6 @@
 """PyTorch layers whose batch statistics are shared between processes."""
 
-from multibn.torch_backend import _least_torch as _least_torch
+from multibn.torch_backend import _least_torch  # noqa: F401  before all others
 from multibn.torch_backend.convert.config import get_norm as get_norm
 from multibn.torch_backend.convert.convert import BatchNorm as BatchNorm
 from multibn.torch_backend.convert.convert import convert_sub_batchnorm as convert_sub_batchnorm
