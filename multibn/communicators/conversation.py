@@ -101,6 +101,16 @@ def during(communicator: Communicator, phase: str, dtype: Any, /, *facts: bool) 
     return communicator
 
 
+class _Latest:
+    """The latest call of a phase, for people; keeps no layer alive."""
+
+    def __init__(self, phase: "Phase") -> None:
+        self._phase = ref(phase)
+
+    def __str__(self) -> str:
+        return str(self._phase() or "a layer that was deleted since")
+
+
 class Phase(Forwarding):
     """A layer's communicator in one phase.
 
@@ -132,6 +142,7 @@ class Phase(Forwarding):
         self._num_numbers = -1
         self.mark = message.NO_MARK
         self._calls = 0
+        self._latest = _Latest(self)
         self._pinned: dict[Any, list[Any]] = {}
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
@@ -196,7 +207,7 @@ class Phase(Forwarding):
             is_for_us = not is_on_host(x) and not message.is_refusal(payload)
         assert self._lines is not None
         self._tail[:] = self._sent_tail
-        self._lines.exchange(self._buffer, self._place, self)
+        self._lines.exchange(self._buffer, self._place, self._latest)
         if self._summed_prints.tolist() != self._fingerprints:
             self.check(self._buffer)
         if is_for_us and self.name == "forward":

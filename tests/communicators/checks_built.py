@@ -2,12 +2,15 @@
 
 import contextlib
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +20,7 @@ from multibn.communicators import Communicator
 from multibn.communicators.agreement import Built
 from multibn.options import NormOptions
 from tests.harness.runs import on
+from tests.helpers import require
 from tests.helpers.spread import OTHERS
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
@@ -72,6 +76,36 @@ def check_a_model_that_one_rank_has_deleted_disturbs_nobody(world: Communicator)
         if world.rank == 1:
             _network(world)
         _expect_right([_network(world), _network(world)])
+
+
+def _trained_link(group: Communicator) -> object:
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+
+    link = MultiNodeBatchNormalization(2, group)
+    link(np.arange(8, dtype="f").reshape(4, 2))
+    return link
+
+
+def _trained_layer(group: Communicator) -> object:
+    model = _network(group)
+    model(torch.arange(8.0).reshape(4, 2).requires_grad_()).sum().backward()
+    return model
+
+
+def check_nothing_lives_on_of_layers_over_some_ranks(world: Communicator) -> None:
+    """Neither the layers nor their numbers, in which a later model of all ranks would differ."""
+    alive: list[Any] = []
+    with _numbers_restored():
+        for trained in (_trained_layer, _trained_link)[: 1 + require.available("chainer")]:
+            for left_out in (0, world.size - 1):
+                group = world.split(world.rank == left_out)
+                if world.rank != left_out:
+                    alive.append(weakref.ref(trained(group)))
+                gc.collect()
+                alive += Built._alive
+                trained(world)
+                gc.collect()
+    assert not [each for each in alive if not isinstance(each, weakref.ref) or each()]
 
 
 def check_a_model_that_one_rank_unpickled_disturbs_nobody(world: Communicator) -> None:
