@@ -6,7 +6,7 @@ import platform
 import secrets
 import shutil
 import sysconfig
-from contextlib import suppress
+import time
 from functools import cache
 from pathlib import Path
 
@@ -41,29 +41,28 @@ def process_state(pid: int) -> str:
     return "" if letter in "ZX" else letter
 
 
-def ended_ranks() -> set[int]:
-    """The ranks that torchrun has started on this machine and that have ended, as far as is known.
+def process_start() -> float:
+    """When this process began, as `seconds_since_boot`; 0 where the system does not tell."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return 0.0
+    return int(stat.read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
-    Once the ranks have met: torchrun starts the processes of a machine one after the other.
-    """
-    names = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    run, *numbers = (os.environ.get(name, "") for name in names)
-    if not run or not all(number.isdigit() for number in numbers):
-        return set()
-    rank, local_rank, local_size = map(int, numbers)
-    living = set()
-    for listed in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-        children = ""
-        with suppress(OSError):  # of a thread that ends meanwhile
-            children = listed.read_text()
-        for pid in children.split():
-            with suppress(OSError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-                of_rank = dict(entry.partition("=")[::2] for entry in variables.split("\0"))
-                if of_rank.get(names[0]) == run:  # an ended process that torchrun keeps has none
-                    living.add(int(of_rank["RANK"]))
-    first = rank - local_rank
-    return set(range(first, first + local_size)) - living if rank in living else set()
+
+def seconds_since_boot() -> float:
+    """Equal for all processes of a machine; 0 where the system does not tell."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return 0.0 if clock is None else time.clock_gettime(clock)
+
+
+def launched_processes() -> tuple[str, int]:
+    """The variable in which a launcher says how many processes it started; ("", 1) if none does."""
+    # OMPI_COMM_WORLD_SIZE: Open MPI; PMI_SIZE: MPICH, Intel MPI; WORLD_SIZE: torchrun; the last:
+    # srun. SLURM_NTASKS would be set in a batch script, too, which is one process.
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    sizes = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
+    name, size = max(sizes.items(), key=lambda item: item[1], default=("", 1))
+    return (name, size) if size > 1 else ("", 1)
 
 
 def importable(name: str) -> bool:

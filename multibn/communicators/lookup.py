@@ -1,8 +1,6 @@
 """Which communicator an object stands for: `as_communicator`, and `Group` for a part of one."""
 
-import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,7 +8,7 @@ from importlib import import_module
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
-from multibn._environment import this_machine
+from multibn._environment import launched_processes, this_machine
 from multibn.communicators.base import (
     Communicator,
     Forwarding,
@@ -20,6 +18,7 @@ from multibn.communicators.base import (
     identity,
     is_outsiders_marker,
 )
+from multibn.communicators.people import warn_if_launched
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -49,12 +48,13 @@ else:  # no framework is imported to name its classes
         """
 
 
-# The library that an object's class comes from, and the file and class that wrap such an object. In
-# this order: a ChainerMN communicator may derive from classes of the libraries after.
+# The library and the name of an object's class, and the file and class that wrap such an object.
+_TORCH = "torch_distributed", "TorchDistributed"
 _WRAPPERS = {
-    "chainermn": ("chainermn", "ChainerMN"),
-    "mpi4py": ("mpi", "MPI"),
-    "torch": ("torch_distributed", "TorchDistributed"),
+    ("chainermn", "CommunicatorBase"): ("chainermn", "ChainerMN"),
+    ("mpi4py", "Comm"): ("mpi", "MPI"),
+    ("torch", "ProcessGroup"): _TORCH,
+    ("torch", "DeviceMesh"): _TORCH,
 }
 
 _Spec: TypeAlias = str | int | tuple[int, ...]
@@ -75,7 +75,6 @@ class DefaultCommunicator(Forwarding):
     """
 
     ends_with_torchs = True
-    _warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return as_communicator, ()
@@ -83,33 +82,12 @@ class DefaultCommunicator(Forwarding):
     def _look_up(self) -> Communicator:
         if default_group() is not None:
             return _default_of_torch()
-        self._warn_if_launched()
-        return _ALONE
-
-    @classmethod
-    def _warn_if_launched(cls) -> None:
-        name, size = launched_processes()
-        if cls._warned or size == 1:
-            return
-        cls._warned = True
         fix = "pass a communicator, mpi4py.MPI.COMM_WORLD for example"
-        if name == "WORLD_SIZE":
+        if launched_processes()[0] == "WORLD_SIZE":
             fix = "call torch.distributed.init_process_group() before the first training step"
-        warnings.warn(
-            f"batch statistics stay local to this process although the launcher started {size} "
-            f"({name}={size}): no communicator was given and torch.distributed is not initialised. "
-            f"To share them, {fix}; to keep them local, pass multibn.SingleProcess().",
-            stacklevel=2,
-        )
-
-
-def launched_processes() -> tuple[str, int]:
-    """The variable in which a launcher says how many processes it started; ("", 1) if none does."""
-    # OMPI_COMM_WORLD_SIZE: Open MPI; PMI_SIZE: MPICH, Intel MPI; WORLD_SIZE: torchrun.
-    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
-    sizes = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
-    name, size = max(sizes.items(), key=lambda item: item[1], default=("", 1))
-    return (name, size) if size > 1 else ("", 1)
+        why = "no communicator was given and torch.distributed is not initialised"
+        warn_if_launched(why, fix)
+        return _ALONE
 
 
 def default_group() -> object:
@@ -119,14 +97,13 @@ def default_group() -> object:
     return None if group is None else group.WORLD
 
 
-def _wrapped(library: str, obj: Any = None) -> Communicator:
+def _wrapped(file: str, name: str, obj: Any = None) -> Communicator:
     # By name: no library need be installed.
-    file, name = _WRAPPERS[library]
     wrapper = getattr(import_module(f"multibn.communicators.transports.{file}"), name)
     return cast(Communicator, wrapper(obj))
 
 
-_default_of_torch = cache(partial(_wrapped, "torch"))
+_default_of_torch = cache(partial(_wrapped, *_TORCH))
 _default = DefaultCommunicator()
 
 
@@ -161,16 +138,17 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     1
     """
     if obj is None:
+        if default_group() is not None:
+            _wrapped(*_TORCH)  # tells the other ranks which process this one is
         return _default
     if isinstance(obj, Handle):  # before anything reads the rank, which may be collective
         return cast(Communicator, obj)
-    # The class says which library the object comes from, without importing that library.
-    libraries = {cls.__module__.partition(".")[0] for cls in type(obj).__mro__}
+    # Without importing a library. What new_group returns to others is an object of its own class.
     if is_outsiders_marker(obj):
-        libraries.add("torch")
-    for library in _WRAPPERS:
-        if library in libraries:
-            return _wrapped(library, obj)
+        return _wrapped(*_TORCH, obj)
+    for cls in type(obj).__mro__:
+        if wrapper := _WRAPPERS.get((cls.__module__.partition(".")[0], cls.__name__)):
+            return _wrapped(*wrapper, obj)
     are_ranks = isinstance(obj, int | list | tuple) and not isinstance(obj, bool)
     if are_ranks or (isinstance(obj, str) and obj == "machine"):
         return Group(None, obj)
@@ -327,7 +305,7 @@ def _listed(parent: Communicator, ranks: tuple[int, ...]) -> dict[_Spec, Communi
             f"got {list(ranks)} on rank {rank}."
         )
     if ranks == tuple(range(size)):
-        return {ranks: parent}
+        return {ranks: parent if size > 1 else SingleProcess()}
     # All ranks then know the same groups, and ask each other at the same uses of other lists.
     lists = [tuple(each) for each in gather(ranks if rank in ranks else (), parent)]
     alone = [member for member, each in enumerate(lists) if any(lists[r] != each for r in each)]

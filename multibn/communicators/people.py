@@ -3,8 +3,11 @@
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
+
+from multibn._environment import launched_processes
 
 
 def find_path(
@@ -39,6 +42,23 @@ def by_answer(answers: Iterable[str]) -> str:
     for rank, answer in enumerate(answers):
         ranks.setdefault(answer, []).append(rank)
     return "; ".join(f"rank(s) {members} in {answer}" for answer, members in ranks.items())
+
+
+_has_warned = False
+
+
+def warn_if_launched(why: str, fix: str) -> None:
+    """Warn, once, that this process shares no statistics although a launcher started several."""
+    global _has_warned
+    name, size = launched_processes()
+    if size > 1 and not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            f"batch statistics stay local to this process although the launcher started {size} "
+            f"({name}={size}): {why}. To share them, {fix}; to keep them local, pass "
+            "multibn.SingleProcess().",
+            stacklevel=2,
+        )
 
 
 _announced: set[str] = set()

@@ -33,7 +33,7 @@ ALIKE = (
 _BEGIN_ANEW = (
     "Begin anew on all ranks: start the program again, or, over torch.distributed and in a "
     "notebook, call destroy_process_group() and init_process_group() with a new store, for example "
-    "init_method='file://' and the path of a new file."
+    "init_method='file://' and the path of a new file; over MPI, give the layers comm.Dup()."
 )
 
 
@@ -183,6 +183,9 @@ class Watch:
             waits = _watches if state == "waits" else ()
             counts = {watch._key: watch.completed for watch in list(waits)}
             self.board.publish(Notice(state, self.completed, place, text, counts))
+        elif self._before and state == "failed":
+            members = dict.fromkeys(map(str, self._members), 0)
+            self._before.board.publish(Notice(state, 0, self._key, text, members))
 
     def _wait_long(self, done: Done, place: str, text: str) -> None:
         deadline = time.monotonic() + max(self.timeout - PATIENCE, 0.0)
@@ -251,18 +254,20 @@ class Watch:
             self._fail(
                 ConnectionError,
                 f"rank {self.rank} waits in {text} for rank(s) {_some(ended)}, whose process has "
-                "ended before its first layer. Look for an error there, or for a rank without "
-                "data: all ranks must take the same number of steps.",
+                "ended before its first layer. Look for an error there, for a rank without data or "
+                "for a model in eval(): all ranks must take the same number of steps.",
             )
         me = str(self._members[self.rank])
         members = dict.fromkeys(map(str, self._members), 0)
         known.board.publish(Notice("waits", 0, self._key, text, members))
         for member, notice in known.board.read().items():
-            if member in self._members and me in notice.counts and notice.place not in _met:
-                _met.add(notice.place)  # the two have failed, and may go on with other groups
-                self._fail_between_groups(
-                    text, self._members.index(member), notice.text, len(notice.counts)
-                )
+            crosses = me in notice.counts and notice.place not in _met
+            if member in self._members and (crosses or notice.place == self._key):
+                rank = self._members.index(member)
+                if crosses or notice.state == "failed":
+                    _met.add(notice.place)  # the two have failed, and may go on with other groups
+                    self._check_for_end(text, {rank: notice})
+                    self._fail_between_groups(text, rank, notice.text, len(notice.counts))
 
     def _check_other_groups(self, text: str, notices: dict[int, Notice]) -> None:
         """Raise if this rank waits here for one that waits for this rank in another group."""
@@ -294,6 +299,13 @@ class Watch:
 
     def _miss(self, notices: dict[int, Notice], text: str) -> NoReturn:
         absent = [r for r in range(self.size) if r != self.rank and r not in notices]
+        if not absent:
+            self._fail(
+                TimeoutError,
+                f"rank {self.rank} has waited {self.timeout:g} s in {text}, where all ranks are: "
+                "the transport has not delivered, perhaps because the store of torch.distributed "
+                f"has keys of an earlier process group. {_BEGIN_ANEW}",
+            )
         self._fail(
             TimeoutError,
             f"rank {self.rank} has waited {self.timeout:g} s in {text} for rank(s) "

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from multibn._arrays import to_host
+from multibn._environment import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
 from multibn.communicators.agreement import look_at_unread
 from multibn.communicators.base import gather
-from multibn.communicators.lookup import default_group, launched_processes
+from multibn.communicators.lookup import default_group
 
 _AT_MOST = 8  # names, arrays or ranks that an error message lists
 

@@ -171,6 +171,11 @@ def check_native_objects_are_recognised(world: Communicator) -> None:
         from mpi4py import MPI
 
         natives = [MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()]
+        for other in (MPI.INT, MPI.Status(), MPI.COMM_WORLD.group, MPI.SUM):
+            with pytest.raises(
+                TypeError, match=r"None, .* an mpi4py Comm, .* of type (MPI\.)?\w+\."
+            ):
+                as_communicator(other)  # type: ignore[arg-type]
         alone = as_communicator(MPI.COMM_SELF)
         assert alone.size == pickle.loads(pickle.dumps(alone)).size == 1
         if world.size > 1:
@@ -388,5 +393,5 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
 def check_a_tensor_is_no_communicator(world: Communicator) -> None:
     import torch
 
-    with pytest.raises(TypeError, match="must be a torch ProcessGroup or DeviceMesh"):
+    with pytest.raises(TypeError, match=r"None, a torch ProcessGroup or DeviceMesh, .*Tensor"):
         as_communicator(torch.ones(2))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Communicators without a launcher."""
 
 import os
+import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from multibn.communicators import DefaultCommunicator, SingleProcess, as_communicator
-from tests.helpers import require
+from tests.helpers import launch, require
 from tests.helpers.ranks import CountingCommunicator
 
 
@@ -28,10 +29,13 @@ def test_a_communicator_stands_for_itself_and_none_for_default() -> None:
             as_communicator(other)  # type: ignore[arg-type]
 
 
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
 def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"):
+    for name in _SIZES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(DefaultCommunicator, "_warned", False)
+    monkeypatch.setattr("multibn.communicators.people._has_warned", False)
     default = DefaultCommunicator()
     for quiet in (None, "1", "many"):
         if quiet:
@@ -45,6 +49,45 @@ def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert default.allreduce(np.ones(1)) == 1
+
+
+_WORLDS = """if True:
+    import warnings
+    import numpy as np
+    from multibn import Group, SingleProcess, as_communicator
+    if {mpi}:
+        from mpi4py import MPI
+        native, alone = MPI.COMM_WORLD, MPI.COMM_SELF
+    else:
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        native, alone = dist.group.WORLD, 1
+    world = as_communicator(native)
+    for quiet in (SingleProcess(), Group(world, [0]), Group(world, 1), as_communicator(alone)):
+        quiet.allreduce(np.ones(1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loud in (world, Group(native, "machine"), world.split(0)):
+            loud.allreduce(np.ones(1))
+    print(*[w.message for w in caught])
+"""
+
+
+@pytest.mark.parametrize("library", ["torch", "mpi4py"])
+@pytest.mark.parametrize("variable", ["", *_SIZES])
+def test_a_world_of_one_under_a_launcher_of_several_warns(library: str, variable: str) -> None:
+    """The launcher is another MPI's, for example; a group that is meant to be one is quiet."""
+    require.need(*{"torch": ["torch"], "mpi4py": ["mpiexec"]}[library])
+    script = _WORLDS.format(mpi=library == "mpi4py")
+    said = launch.printed("-W", "error", "-c", script, alone=True, **{variable or "_": "2"})
+    name = {"torch": "torch.distributed", "mpi4py": "MPI.COMM_WORLD"}[library]
+    fix = {
+        "torch": r"pass init_process_group\(\) the",
+        "mpi4py": "start the program by the mpiexec",
+    }
+    told = rf"batch .* started 2 \({variable}=2\): {name} has 1 process\. To share them, "
+    told += rf"{fix[library]} .*; to keep them local, pass multibn\.SingleProcess\(\)\.\n"
+    assert re.fullmatch(told if variable else r"\n", said), said
 
 
 def test_a_restored_group_says_what_is_missing() -> None:

@@ -18,6 +18,7 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
+from multibn.communicators.people import warn_if_launched
 from multibn.communicators.waits import Done, poll
 from multibn.communicators.watch import Board, Notice
 
@@ -151,6 +152,14 @@ class _Transport(Transport):
         self.duplicates: list[Comm] = []
         self.requests: list[Any] = []  # persistent ones
         self._comm = comm
+        from mpi4py import MPI as mpi
+
+        if self.size == mpi.COMM_WORLD.size == 1 and comm != mpi.COMM_SELF:
+            warn_if_launched(
+                "MPI.COMM_WORLD has 1 process",
+                "start the program by the mpiexec of the MPI that mpi4py uses, or, under Slurm, by "
+                "srun --mpi=pmix",
+            )
 
     def open_line(self, number: int, buffer: HostArray | None) -> "Generator[Done, None, _Line]":
         # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.

@@ -1,13 +1,23 @@
-"""Notices over torch.distributed's store, which the ranks have met in."""
+"""Notices over torch.distributed's store, which the ranks have met in.
 
+A store may outlive a run: torchrun starts ranks again over the same one. So nothing that stands
+there is believed unless it is known to be of this run.
+"""
+
+import json
+import os
 import queue
+import secrets
 import threading
-from collections.abc import Callable
-from functools import cache
+import time
+from collections.abc import Callable, Collection, Generator
+from functools import cache, partial
 
 import torch.distributed as dist
 
+from multibn._environment import pid_space, process_start, process_state, seconds_since_boot
 from multibn.communicators.lines import after_fork
+from multibn.communicators.waits import Done, poll
 from multibn.communicators.watch import Notice
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
@@ -19,27 +29,65 @@ _WRITTEN = 2**24
 _COUNTER = "notices"
 
 
+def meet(store: dist.Store, rank: int, size: int) -> Generator[Done, None, dist.Store]:
+    """Ends when all ranks have come; returns a part of the store that no other run has used.
+
+    Rank 0 chooses the name of that part, and tells each process by a token that is this process's
+    alone.
+    """
+    token = secrets.token_hex(8)
+    if rank == 0:
+        run, unread, read = dist.PrefixStore(token, store), set[int](), 0
+
+        def is_over() -> bool:
+            nonlocal read, unread
+            come = store.add("processes", 0)
+            unread |= {*range(read + 1, come + 1)}
+            read = come
+            for number in sorted(unread):
+                if store.check([f"process {number}"]):
+                    store.set(store.get(f"process {number}").decode(), token)
+                    unread.discard(number)
+            return bool(run.check(["all ranks"]))
+
+    else:
+        store.set(f"process {store.add('processes', 1)}", token)
+        yield until(store, token)
+        run = dist.PrefixStore(store.get(token).decode(), store)
+    if run.add("number of ranks", 1) == size:  # one key says so, and not as many as there are ranks
+        run.set("all ranks", "")
+    yield partial(poll, is_over, longest=0.1) if rank == 0 else until(run, "all ranks")
+    return run
+
+
+def until(store: dist.Store, key: str) -> Done:
+    """Waits for a key of the store."""
+    return partial(poll, lambda: store.check([key]), begun=time.monotonic(), longest=0.1)
+
+
 class StoreBoard:
     """Notices as entries of a store of torch.distributed."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._notices: dict[int, Notice] = {}
+        self._writers: dict[int, tuple[str, int, float]] = {}  # where, which process, and when
         self._number = 0  # of this rank among those with notices; 0 for none
         self._count = 0  # as it was at the last look
         self._ended = False  # the process that keeps the store
 
     def publish(self, notice: Notice, /) -> None:
-        text = f"{self._rank} {notice.encode().decode()}"
+        writer = pid_space(), os.getpid(), seconds_since_boot()
+        text = json.dumps((self._rank, writer, notice))
         self._ask(lambda: self._publish(text), must=True)
 
     def read(self) -> dict[int, Notice]:
         self._ask(self._read)
         return dict(self._notices)
 
-    def clear(self, size: int) -> None:
-        """The last of `size` ranks that calls this leaves no key in the store."""
-        self._ask(lambda: self._clear(size), must=True)
+    def clear(self, size: int, store: dist.Store) -> None:
+        """The last of `size` ranks that calls this leaves no key in the `store` around its own."""
+        self._ask(lambda: self._clear(size, store), must=True)
 
     def close(self) -> None:
         _messenger().finish()
@@ -60,10 +108,10 @@ class StoreBoard:
         self._store.set(_key(self._number), text)
         self._store.add(_COUNTER, _WRITTEN)
 
-    def _clear(self, size: int) -> None:
+    def _clear(self, size: int, store: dist.Store) -> None:
         if self._store.add("let go", 1) == size:
-            for key in getattr(self._store, "list_keys", list)():  # of newer torch
-                self._store.delete_key(key)
+            for key in getattr(store, "list_keys", list)():  # of newer torch
+                store.delete_key(key)
 
     def _read(self) -> None:
         count = self._store.add(_COUNTER, 0)
@@ -75,8 +123,35 @@ class StoreBoard:
         else:
             self._count = count
         for text in self._store.multi_get(keys) if keys else ():
-            rank, _, notice = text.partition(b" ")
-            self._notices[int(rank)] = Notice.decode(notice)
+            rank, writer, notice = json.loads(text)
+            self._notices[rank], self._writers[rank] = Notice(*notice), writer
+
+
+class Meetings(StoreBoard):
+    """Of all ranks, before those of a group have met; an earlier run may have left notices."""
+
+    def read(self) -> dict[int, Notice]:
+        """Those that are of this run, as far as is known; a failure must be known to be."""
+        return {
+            rank: notice
+            for rank, notice in super().read().items()
+            if (notice.state != "failed" or self._is_here(rank)) and not self._is_past(rank)
+        }
+
+    def find_ended(self) -> Collection[int]:
+        """The ranks whose processes have ended, of those that have come, on this machine."""
+        super().read()
+        return {r for r in self._writers if self._has_ended(r) and not self._is_past(r)}
+
+    def _is_here(self, rank: int) -> bool:
+        return self._writers[rank][0] == pid_space()
+
+    def _has_ended(self, rank: int) -> bool:
+        return self._is_here(rank) and not process_state(self._writers[rank][1])
+
+    def _is_past(self, rank: int) -> bool:
+        # Ranks start when those of an earlier run have ended.
+        return self._has_ended(rank) and self._writers[rank][2] < process_start()
 
 
 def _key(number: int) -> str:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
-from multibn._environment import ended_ranks
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.lines import (
@@ -22,11 +21,12 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
+from multibn.communicators.people import warn_if_launched
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
-from multibn.communicators.transports.store import StoreBoard
+from multibn.communicators.transports.store import Meetings, StoreBoard, meet
 from multibn.communicators.waits import Done
-from multibn.communicators.watch import Meeting
+from multibn.communicators.watch import Meeting, Notice
 
 
 class TorchDistributed(LineCommunicator):
@@ -89,6 +89,8 @@ class TorchDistributed(LineCommunicator):
         self._lines_of = _reference(None)  # the group of these lines
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
+        if dist.is_initialized():
+            _world().meetings  # noqa: B018 - tells the others which process this rank is
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -191,17 +193,27 @@ class _Transport(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if dist.get_world_size() == 1:
+            fix = "pass init_process_group() the launcher's world_size and rank"
+            warn_if_launched("torch.distributed has 1 process", fix)
         self._group = _reference(group)
         self._backends = _backends(group)
         ranks = dist.get_process_group_ranks(group)
         name = group.group_name
-        self.known = Meeting(name, ranks, ended_ranks, _world().meetings)
-        store = _world().store_of(name)
-        self.board: StoreBoard = StoreBoard(store, self.rank)
-        self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
-        self._side = Side(dist.PrefixStore("side", store), self.rank, self.size)
+        meetings = _world().meetings
+        self._store = _world().store_of(name)
+        key = f"{name}/{_world()._names[name]}"
+        self.known = Meeting(key, ranks, meetings.find_ended, meetings)
+        self.board: StoreBoard | None = None
+        self._machine: Machine | None = None
+        self._side: Side | None = None
 
     def open_line(self, number: int, buffer: HostArray | None) -> Generator[Done, None, Line]:
+        if self._machine is None or self._side is None:
+            store = yield from meet(self._store, self.rank, self.size)
+            self.board = StoreBoard(store, self.rank)
+            self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
+            self._side = Side(dist.PrefixStore("side", store), self.rank, self.size)
         # A network that works for NCCL need not work for gloo.
         if "cpu" not in self._backends or not dist.is_gloo_available():
             return EngineLine(number, self.size, in_group(self._group, self._device()))
@@ -218,12 +230,13 @@ class _Transport(Transport):
 
     def free(self) -> None:
         # Torch prints a trace where the process that keeps the store has ended.
-        if dist.is_initialized():
-            self.board.clear(self.size)
+        if dist.is_initialized() and self.board is not None:
+            self.board.clear(self.size, self._store)
 
     def close(self, *, failed: bool) -> None:
-        self._side.close(failed=failed)
-        self._machine.close(goodbye=not failed)
+        if self._side is not None and self._machine is not None:
+            self._side.close(failed=failed)
+            self._machine.close(goodbye=not failed)
 
     def end(self, *, failed: bool) -> None:
         # Torchrun ends the other ranks when it sees that this process has failed.
@@ -250,9 +263,12 @@ class _World:
         self._names = Counter[str]()
 
     @cached_property
-    def meetings(self) -> StoreBoard:
-        """Where ranks say in which group they wait for the others to come for the first time."""
-        return StoreBoard(self.store_of("meetings"), dist.get_rank())
+    def meetings(self) -> Meetings:
+        """Where ranks say that they have come, and in which group they wait for the others."""
+        board = Meetings(self.store_of("meetings"), dist.get_rank())
+        if _inherited is None or self.default_group() is not _inherited:  # no child in its name
+            board.publish(Notice("comes", 0, "", ""))
+        return board
 
     def store_of(self, name: str) -> dist.Store:
         """A part of the store in which the default group's processes have met, used by no other."""

@@ -1,5 +1,6 @@
 """Notices in a store of torch.distributed."""
 
+import json
 import os
 import threading
 from collections import Counter
@@ -62,7 +63,7 @@ def test_ranks_ask_for_one_key_where_nothing_is_new() -> None:
     boards[1].publish(_notice(2))
     assert boards[0].read()[1] == _notice(2)
     for board in boards:
-        board.clear(SIZE)
+        board.clear(SIZE, asked)  # type: ignore[arg-type]
     boards[0].close()
     assert not asked.list_keys()
 
@@ -73,7 +74,7 @@ def test_a_notice_that_is_being_written_is_read_later() -> None:
     late = asked.add("notices", 1)  # of a third rank, which has not gone on yet
     second.publish(_notice(1))
     assert first.read() == {1: _notice(1)}
-    asked.set(f"notice {late}", f"2 {_notice(2).encode().decode()}")
+    asked.set(f"notice {late}", json.dumps((2, ("elsewhere", 1, 0.0), _notice(2))))
     assert first.read() == {1: _notice(1), 2: _notice(2)}
 
 
