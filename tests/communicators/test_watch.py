@@ -208,6 +208,15 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
     )
 
 
+def test_a_message_that_all_ranks_wait_for_is_the_transports_fault() -> None:
+    watch = Watch(0, 2)
+    watch.board, watch.timeout = Board({1: Notice("waits", 0, "a", "a (forward)")}, 0), 0.6
+    error = _says(watch.wait, _begin, "a", "a (forward)")
+    assert isinstance(error, TimeoutError)
+    assert re.match(r"rank 0 has waited 0\.6 s in a \(forward\), where all ranks are: ", str(error))
+    assert "store of torch.distributed has keys of an earlier process group. Begin" in str(error)
+
+
 def test_a_call_that_is_under_way_is_not_the_last_one() -> None:
     def wait(world: ThreadCommunicator) -> None:
         watch, phase = _introduced(world, {}), ["call 1"]  # whose text changes, as a layer's

@@ -1,5 +1,6 @@
 """Notices in a store of torch.distributed."""
 
+import functools
 import json
 import os
 import threading
@@ -15,7 +16,7 @@ require.need("torch")
 import torch.distributed as dist  # noqa: E402
 
 from multibn.communicators.transports import shared_memory  # noqa: E402
-from multibn.communicators.transports.store import StoreBoard  # noqa: E402
+from multibn.communicators.transports.store import Meetings, StoreBoard, meet  # noqa: E402
 from multibn.communicators.waits import in_turn  # noqa: E402
 from multibn.communicators.watch import Notice  # noqa: E402
 
@@ -76,6 +77,61 @@ def test_a_notice_that_is_being_written_is_read_later() -> None:
     assert first.read() == {1: _notice(1)}
     asked.set(f"notice {late}", json.dumps((2, ("elsewhere", 1, 0.0), _notice(2))))
     assert first.read() == {1: _notice(1), 2: _notice(2)}
+
+
+def test_keys_of_one_run_are_of_no_other() -> None:
+    """Of runs over one store, the first ends with all ranks in it, or while one is late."""
+    store = dist.HashStore()
+    for size in (2, 3, 1, 3):
+        found = dict[int, Any]()
+        meetings: list[Any] = []
+        for rank in range(size):
+            for done in meetings:  # wait for those that are late
+                assert not done(0.0)
+            steps = meet(store, rank, size)
+            meetings.append(in_turn(steps, functools.partial(found.__setitem__, rank)))
+        while len(found) < size:
+            for done in meetings:
+                done(0.0)
+        assert found[0].num_keys()
+        assert not found[0].check(["a"])
+        for rank in range(size):
+            found[rank].set(f"rank {rank}", "here")
+        for part in found.values():
+            assert part.check(["all ranks", *[f"rank {r}" for r in range(size)]])
+            part.set("a", "word of an earlier run")
+        unfinished = in_turn(meet(store, 1, 2))
+        assert not unfinished(0.0)
+
+
+def test_an_ended_process_is_of_this_run_or_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A late rank is not taken for the process that it had in an earlier run, which has ended."""
+    store = dist.HashStore()
+    mine, its = (Meetings(store, rank) for rank in range(2))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    its.publish(_notice(1))
+    assert mine.read() == {1: _notice(1)}
+    assert not mine.find_ended()
+    with monkeypatch.context() as of_another:
+        of_another.setattr(os, "getpid", lambda: pid)
+        its.publish(_notice(1)._replace(state="failed"))
+    assert mine.read()[1].state == "failed"
+    assert set(mine.find_ended()) == {1}
+    monkeypatch.setattr("multibn.communicators.transports.store.process_start", lambda: 1e12)
+    assert not mine.read()
+    assert not mine.find_ended()
+    its.publish(_notice(1))  # it lives, however early it came
+    assert mine.read() == {1: _notice(1)}
+    monkeypatch.setattr("multibn.communicators.transports.store.pid_space", lambda: "elsewhere")
+    assert mine.read() == {1: _notice(1)}  # a rank that waits may be of an earlier run
+    its.publish(_notice(1)._replace(state="failed"))
+    monkeypatch.undo()
+    assert not mine.read()
 
 
 def test_a_store_that_has_ended_is_asked_no_more() -> None:
