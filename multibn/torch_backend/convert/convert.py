@@ -130,7 +130,9 @@ def convert_sync_batchnorm(
     SyncBatchNorm(1, process_group=process_group, **options)
     layers = _find(module, strict)
     if kept := _with_others(module, layers, process_group, options):
-        warnings.warn(_list(kept, "they share already"), stacklevel=2)
+        warnings.warn(
+            list_obstacles(kept, "layer(s) stay as they are, they share already"), stacklevel=2
+        )
     for layer in map(derived.derive, layers):
         layer.configure(layer.own_group if process_group is None else process_group, **options)
     for part in module.modules():
