@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from benchmarks.layer import memory_format
-from benchmarks.resnet import Bottleneck
-from benchmarks.timing import Measured, Seconds, Step, take_turns, training_step
+from benchmarks.worker import Measured
 from multibn import Communicator
+from multibn.check.network import Bottleneck
+from multibn.check.timing import Seconds, Step, take_turns, training_step
 from multibn.torch_backend import convert_sync_batchnorm
 
 # Memory formats, and options of inductor. By default, inductor copies what enters and leaves the

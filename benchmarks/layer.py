@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.timing import Measured, Seconds, Step, take_turns, training_step
+from benchmarks.worker import Measured
 from multibn import Communicator, kernels
+from multibn.check.timing import Seconds, Step, take_turns, training_step
 
 SHAPES = [
     (32, 64, 56, 56),

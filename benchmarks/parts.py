@@ -6,8 +6,11 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-from benchmarks import layer, resnet, scaling, worker
-from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest
+import numpy as np
+
+from benchmarks import layer, scaling, worker
+from multibn.check.network import BLOCKS
+from multibn.check.timing import PROCESSOR, WALL, Seconds, median_ms, slowest
 
 Row = dict[str, Any]
 
@@ -18,7 +21,7 @@ Settings: TypeAlias = SimpleNamespace  # what is measured; a comparison takes ab
 _SIZES: dict[str, tuple[Any, Any]] = {
     "shapes": (layer.SHAPES, [(2, 3, 4, 4), (8, 4)]),
     "seconds": (5.5, 0.0),
-    "blocks": (resnet.BLOCKS, (1,)),
+    "blocks": (BLOCKS, (1,)),
     "images": ((8, 3, 112, 112), (2, 3, 16, 16)),
     "resnet_seconds": (45.0, 0.0),
     "message_channels": ((64, 256, 2048), (1, 8)),
@@ -134,3 +137,8 @@ def _compared(pairs: Mapping[str, tuple[Seconds, Seconds]]) -> Row:
         "ratio": {name: ratio(*pair) for name, pair in pairs.items()},
         "processor": {name: ratio(*pair, PROCESSOR) for name, pair in pairs.items()},
     }
+
+
+def ratio(times: Seconds, others: Seconds, clock: int = WALL) -> float:
+    """Median over the rounds of `times / others`; both come from the same rounds."""
+    return float(np.median(times[:, clock] / others[:, clock]))

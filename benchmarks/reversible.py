@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.timing import Measured, Step, take_turns
+from benchmarks.worker import Measured
 from multibn import Communicator
+from multibn.check.timing import Step, take_turns
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig
 from multibn.torch_backend.reversible.engine import Mode
 

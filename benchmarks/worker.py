@@ -3,10 +3,13 @@
 import os
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 from multibn._launch import run_workers
+from multibn.check.timing import Seconds
 from multibn.communicators import Communicator
+
+Measured: TypeAlias = tuple[Mapping[str, Seconds], dict[str, Any]]  # by name, and notes
 
 # The libraries read these variables when they are loaded. glibc keeps freed memory, for all steps
 # alike: otherwise a step may give its memory back to the system, and fault the pages in again,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.timing import Measured
+from benchmarks.worker import Measured
 from multibn import Communicator
 
 # A study normalizes by the batch of a rank, of its parts or of all ranks: this is the rank's part.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multibn import __version__, checkpoint, info
+from multibn.check import command as check
 from multibn.checkpoint import files
 from multibn.checkpoint.pool import pool
 from multibn.parity import command as parity
@@ -54,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    add("info", info.run)
+    for name, run in (("info", info.run), ("check", check.run)):
+        add(name, run).add_argument("--json", action="store_true", help="for machines")
     option: Callable[..., Any] = add("convert", _convert).add_argument
     option("src", type=Path, metavar="SRC", help="file to read")
     option("dst", type=Path, metavar="DST", help="file to write")

@@ -5,9 +5,12 @@ Nothing here imports a framework or initialises MPI.
 
 import argparse
 import json
+import os
 import platform
 import re
+from collections.abc import Mapping
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 from multibn import __version__, kernels
@@ -19,13 +22,35 @@ from multibn.communicators.watch import check_timeout
 def run(args: argparse.Namespace) -> int:
     """Show the installed versions, what computes and what carries messages.
 
-    With the reason and the cure where a faster way is missing, as JSON. Exit
-    status: 0, or 2 if a variable of multibn has a wrong value.
+    With the reason and the cure where a faster way is missing. Exit status: 0, or
+    2 if a variable of multibn has a wrong value.
 
     multibn info
+    multibn info --json
     """
-    print(json.dumps(collect(), indent=1))
+    facts = collect()
+    print(json.dumps(facts, indent=1) if args.json else text(facts))
     return 0
+
+
+def text(facts: Mapping[str, Any]) -> str:
+    """Facts for people: a line for each, behind the name of its section."""
+    lines = []
+    for section, each in facts.items():
+        rows = each if isinstance(each, Mapping) else {"": each}
+        width = max(map(len, rows))
+        for name, fact in rows.items():
+            if isinstance(fact, Mapping):
+                fact = ", ".join(f"{k} {_short(v)}" for k, v in fact.items())
+            lines.append(f"{section:12} {name:{width}}  {'missing' if fact is None else fact}")
+            section = ""
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.2g}"
 
 
 def collect() -> dict[str, Any]:
@@ -41,7 +66,16 @@ def collect() -> dict[str, Any]:
         found = distributions.get(name) if importable(name) else None
         versions[name] = metadata.version(found[0]) if found else None
     facts = {"kernels": _kernels(versions["triton"]), "messages": _messages()}
-    return {"works here": _what_works(versions, **facts), "versions": versions, **facts}
+    machine = {"processor": processor(), "cores": os.cpu_count()}
+    works = _what_works(versions, **facts)
+    return {"works here": works, "machine": machine, "versions": versions, **facts}
+
+
+def processor() -> str:
+    """The processor's name."""
+    file = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
+    return match[1] if match else platform.machine()
 
 
 def _what_works(
@@ -74,7 +108,9 @@ def _kernels(triton: str | None) -> dict[str, str]:
     gpu = "Triton, launched by torch, when there is a GPU"
     new_enough = [int(number) for number in re.findall(r"\d+", triton or "")] >= [3, 4]
     if not new_enough or not importable("torch"):
-        gpu = "generic (slow): pip install torch 'triton>=3.4'"
+        found = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+        gpu = "generic (slow)" if found else "no GPU found; for one"
+        gpu += ": pip install torch 'triton>=3.4'"
     return {"host": host, "GPU": gpu}
 
 

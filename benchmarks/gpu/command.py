@@ -16,13 +16,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import machine
 from benchmarks.tables import markdown
-from benchmarks.timing import geometric_mean
 from multibn import _launch
 from multibn._environment import importable
 

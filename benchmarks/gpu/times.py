@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import resnet
 from benchmarks.gpu.command import LOCAL, OURS, PEER
 from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
 from benchmarks.gpu.right import enter_nccl
 from benchmarks.layer import memory_format
-from benchmarks.timing import Step, median_ms, take_turns, training_step
 from multibn import SingleProcess
 from multibn._launch import leave_world
+from multibn.check.network import BLOCKS, resnet50
+from multibn.check.timing import Step, median_ms, take_turns, training_step
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.kernels import cuda
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
@@ -156,8 +156,8 @@ def profile() -> Iterator[Row]:
 
 def network() -> Iterator[Row]:
     """A training step of a network like ResNet-50, with autocast to bfloat16."""
-    blocks = sized(resnet.BLOCKS, (1,))
-    ours, peer, local = (resnet.network(blocks) for _ in range(3))
+    blocks = sized(BLOCKS, (1,))
+    ours, peer, local = (resnet50(blocks) for _ in range(3))
     ours = convert_sync_batchnorm(ours, _communicator())
     if not STAND_INS:
         peer = nn.SyncBatchNorm.convert_sync_batchnorm(peer)

@@ -87,6 +87,12 @@ class Lines:
         self._buffers: dict[int, tuple[HostArray, Callable[[], Done]]] = {}
         _all_lines.add(self)
 
+    @property
+    def ways(self) -> list[str]:
+        """What has carried the messages of layers: "shared memory", for example."""
+        lines = [line for number, line in self._open.items() if number > 0]
+        return sorted({type(e).__module__.rpartition(".")[2].replace("_", " ") for e in lines})
+
     def sum(self, a: HostArray, place: str, text: object, *, number: int = _ANY) -> HostArray:
         """The sum of `a` over the ranks, a new array; arguments as `Watch.wait`. Collective."""
         total = a.copy()

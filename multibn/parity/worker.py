@@ -46,32 +46,44 @@ class Error(NamedTuple):
 class Torch:
     """A module of torch, called by `call`."""
 
-    # Gradients of weight and bias as the framework gives them, and running statistics.
-    state = attrgetter("weight.grad", "bias.grad", "running_mean", "running_var")
-
     def __init__(self, module: Any, call: Callable[..., Any] | None = None) -> None:
         self.module, self.call = module, call or module
+
+    @staticmethod
+    def state(module: Any) -> list[Array]:
+        """Gradients of weight and bias as the framework gives them, and running statistics."""
+        both = module.weight.grad, module.bias.grad, module.running_mean, module.running_var
+        return list(map(_from_torch, both))
 
     def train(self, x: Array, dy: Array | None = None, **masks: Array) -> tuple[Array, Array]:
         """The output and the gradient of `x`; without `dy`, down the sum of y**3 / 3.
 
         Of the sum of y, or of y**2, batch normalization gives dx = 0.
         """
-        import torch
-
-        t = torch.from_numpy(x).requires_grad_()
+        t = _to_torch(x).requires_grad_()
         self.module.train().zero_grad()
-        y = self.call(t, **{name: torch.from_numpy(a) for name, a in masks.items()})
-        y.backward(y.detach() ** 2 if dy is None else torch.from_numpy(dy))
-        return np.asarray(y.detach()), np.asarray(t.grad)
+        y = self.call(t, **{name: _to_torch(a) for name, a in masks.items()})
+        y.backward(y.detach() ** 2 if dy is None else _to_torch(dy))
+        return _from_torch(y), _from_torch(t.grad)
 
     def evaluate(self, x: Array, **masks: Array) -> Array:
         """The output in evaluation."""
         import torch
 
         with torch.no_grad():
-            tensors = {name: torch.from_numpy(a) for name, a in masks.items()}
-            return np.asarray(self.module.eval()(torch.from_numpy(x), **tensors))
+            tensors = {name: _to_torch(a) for name, a in masks.items()}
+            return _from_torch(self.module.eval()(_to_torch(x), **tensors))
+
+
+def _to_torch(a: Array) -> Any:
+    """A tensor on the device where torch makes tensors."""
+    import torch
+
+    return torch.from_numpy(a).to(torch.get_default_device())
+
+
+def _from_torch(t: Any) -> Array:
+    return np.asarray(t.detach().cpu())
 
 
 class Chainer:
@@ -101,12 +113,11 @@ class Chainer:
 
 def torch_layer(case: Case, communicator: Communicator) -> Torch:
     """multibn.torch_backend.SyncBatchNorm."""
-    import torch
     from torch.utils.checkpoint import checkpoint
 
     from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
 
-    weight, bias = map(torch.from_numpy, case.parameters())
+    weight, bias = map(_to_torch, case.parameters())
     layer = SyncBatchNorm(
         CHANNELS,
         EPS,

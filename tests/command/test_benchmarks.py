@@ -12,9 +12,10 @@ from tests.helpers import require
 require.need("cli", "torch", "dev")
 
 import benchmarks.__main__ as benchmarks  # noqa: E402
-from benchmarks import layer, machine, parts, peers, resnet, scaling, timing  # noqa: E402
+from benchmarks import layer, machine, parts, peers, scaling  # noqa: E402
 from benchmarks.scaling import Cluster, all_gather_bytes  # noqa: E402
 from multibn import SingleProcess  # noqa: E402
+from multibn.check import timing  # noqa: E402
 
 CLUSTER = Cluster()
 
@@ -75,8 +76,8 @@ def test_take_turns_counts_rounds_and_the_slowest_rank_counts() -> None:
 def test_ratios_are_medians_of_the_same_rounds() -> None:
     ours = np.array([[1.0, 8], [2, 8], [30, 1]])
     peer = np.array([[2.0, 2], [4, 2], [6, 2]])
-    assert timing.ratio(ours, peer) == 0.5
-    assert timing.ratio(ours, peer, timing.PROCESSOR) == 4
+    assert parts.ratio(ours, peer) == 0.5
+    assert parts.ratio(ours, peer, timing.PROCESSOR) == 4
 
 
 def test_the_naive_formula_is_batch_norm_in_one_process() -> None:
@@ -97,8 +98,10 @@ def test_the_naive_formula_is_batch_norm_in_one_process() -> None:
 def test_the_network_is_resnet50() -> None:
     import torch
 
+    from multibn.check.network import resnet50
+
     with torch.device("meta"):
-        network = resnet.network()
+        network = resnet50()
         assert network(torch.empty(2, 3, 64, 64)).shape == (2, 1000)
     channels = [m.num_features for m in network.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     assert sorted(channels) == sorted(scaling.RESNET50)

@@ -40,6 +40,7 @@ torch_backend
 torch
 _launch
 parity info
+check
 cli __main__
 """
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.timing import Measured
+from benchmarks.worker import Measured
 from multibn.communicators import Communicator
 from multibn.communicators.base import gather
 from multibn.torch_backend import SyncBatchNorm

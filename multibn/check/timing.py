@@ -7,13 +7,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from multibn import Communicator
+from multibn.communicators import Communicator
 
 Step: TypeAlias = Callable[[], object]
 # A row for each round: the time on the wall, and of the processor.
 Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 WALL, PROCESSOR = 0, 1
-Measured: TypeAlias = tuple[Mapping[str, Seconds], dict[str, Any]]  # by name, and notes
 
 _FEWEST_ROUNDS = 5
 _MOST_ROUNDS = 101
@@ -40,8 +39,9 @@ def take_turns(
     *,
     seconds: float,
     wait: Step = lambda: None,
+    finish: Step = lambda: None,
 ) -> dict[str, Seconds]:
-    """Times of each step in every round, on this rank; about `seconds` in all.
+    """Times of each step and of `finish`, in every round, on this rank; about `seconds` in all.
 
     Collective. All ranks start each step together, when each has returned from `wait`; each round
     begins with the next of the steps.
@@ -70,6 +70,7 @@ def take_turns(
                 together()
                 before = _now()
                 steps[name]()
+                finish()
                 taken[name].append(_now() - before)
     finally:
         gc.enable()
@@ -83,12 +84,3 @@ def slowest(ranks: Sequence[Mapping[str, Seconds]]) -> dict[str, Seconds]:
 
 def median_ms(times: Seconds) -> float:
     return float(np.median(times[:, WALL])) * 1e3
-
-
-def ratio(times: Seconds, others: Seconds, clock: int = WALL) -> float:
-    """Median over the rounds of `times / others`; both come from the same rounds."""
-    return float(np.median(times[:, clock] / others[:, clock]))
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return float(np.exp(np.mean(np.log(values))))

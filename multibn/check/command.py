@@ -1,0 +1,160 @@
+"""`multibn check` on one rank; rank 0 prints the report of all."""
+
+import argparse
+import copy
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from multibn import info
+from multibn._environment import importable, this_machine
+from multibn._launch import enter_world, leave_world
+from multibn.check.messages import message_steps
+from multibn.check.timing import Step, median_ms, slowest, take_turns, training_step
+from multibn.communicators import Communicator
+from multibn.communicators.base import gather
+from multibn.communicators.lookup import launched_processes
+from multibn.communicators.watch import check_timeout
+from multibn.parity import worker
+
+CASES = ("float32", "float64", "uneven", "empty-rank", "masked", "channels_last")
+OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm2d"
+SIZES = {True: (64, 224), False: (4, 112)}  # on a GPU, and not: a rank's images, and their sides
+SECONDS = 20.0  # of the network's comparison; the others take a part of it
+_REPEAT = 20  # messages in a step
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and time the ranks that your own launcher has started.
+
+    Who shares statistics and over what, numbers beside a float64 oracle, and the
+    times of a message, of a layer and of ResNet-50's step, in one to two minutes.
+    Rank 0 prints. Exit status: 0 all numbers are right, 1 some are not, 2 it could
+    not be run.
+
+    multibn check
+    torchrun --nproc-per-node 2 -m multibn check
+    mpiexec -n 2 python -m mpi4py -m multibn check --json
+    """
+    try:
+        communicator = _enter()
+        report = collect(communicator)
+    except RuntimeError:  # a rank was lost, for example
+        traceback.print_exc()
+        return 2
+    if communicator.rank == 0:
+        print(json.dumps(report, indent=1) if args.json else info.text(report), flush=True)
+    leave_world()
+    return int("WRONG" in report["verdict"])
+
+
+def _torchrun() -> bool:
+    return "RANK" in os.environ and importable("torch")
+
+
+def _enter() -> Communicator:
+    """The ranks that the launcher has started."""
+    name, size = launched_processes()
+    if _torchrun():
+        import torch
+
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        deadline = timedelta(seconds=check_timeout())
+        torch.distributed.init_process_group(backend, timeout=deadline)
+        return enter_world("gloo")
+    if size > 1 and not importable("mpi4py"):
+        raise ImportError(
+            f"the launcher has started {size} processes ({name}={size}), which share nothing "
+            "without mpi4py: pip install '.[mpi]' in multibn's checkout, or use torchrun."
+        )
+    return enter_world("mpi" if size > 1 else "single process")
+
+
+def collect(communicator: Communicator) -> dict[str, Any]:
+    """What the ranks have found, and the facts of `multibn info`. Collective."""
+    start, errors, times = time.monotonic(), list[worker.Error](), {}
+
+    def say(what: str) -> None:
+        if communicator.rank == 0:
+            print(f"{time.monotonic() - start:3.0f} s: {what}", file=sys.stderr, flush=True)
+
+    surfaces = [name for name in worker.SURFACES if importable(name)]
+    if not surfaces:
+        raise ImportError("no layer is here: pip install '.[torch]' in multibn's checkout")
+    machines = gather(this_machine(), communicator)
+    gpu = _use_gpu(communicator, machines)
+    say("numbers")
+    for rank in gather(worker.measure(communicator, surfaces, CASES), communicator):
+        errors += [worker.Error(*each) for each in rank]
+    errors.sort()
+    for what, n, seconds, steps in _comparisons(communicator, bool(gpu)):
+        say(what)
+        wait = sys.modules["torch"].cuda.synchronize if gpu else lambda: None
+        taken = take_turns(steps, communicator, seconds=seconds, wait=wait, finish=wait)
+        ranks = gather({name: t.tolist() for name, t in taken.items()}, communicator)
+        times[what] = {name: 1e3 * median_ms(t) / n for name, t in slowest(ranks).items()}
+    ways = getattr(getattr(communicator, "lines", None), "ways", [])
+    ranks_share = {
+        "number": communicator.size,
+        "machines": len(set(machines)),
+        "over": ", ".join(["NCCL"] * bool(gpu and _torchrun()) + ways) or "nothing: one process",
+        "compute on": gpu or "CPU",
+    }
+    numbers = {  # of each case the worst, which is the last
+        f"{e.surface}, {e.case}": {"error": e.error, "bound": e.bound, "in": e.quantity}
+        for e in errors
+    }
+    right = errors[-1].ratio <= 1
+    return info.collect() | {
+        "ranks": ranks_share,
+        "numbers": numbers,
+        "microseconds": times,
+        "verdict": "all numbers are right" if right else "some numbers are WRONG",
+    }
+
+
+def _use_gpu(communicator: Communicator, machines: list[str]) -> str:
+    """The name of this rank's GPU, if every rank has one of its own. Collective."""
+    torch: Any = import_module("torch") if importable("torch") else None
+    local = machines[: communicator.rank].count(machines[communicator.rank])
+    left = torch.cuda.device_count() - local if torch else 0
+    if min(gather(left, communicator)) < 1:
+        return ""
+    torch.cuda.set_device(local)
+    torch.set_default_device(f"cuda:{local}")
+    return str(torch.cuda.get_device_name())
+
+
+def _comparisons(
+    communicator: Communicator, on_gpu: bool
+) -> Iterator[tuple[str, int, float, Mapping[str, Step]]]:
+    """What is timed: its name, how often in a step, for how long, and steps that take turns."""
+    for C in (64, 2048) if communicator.size > 1 else ():
+        steps = message_steps(communicator, C, repeat=_REPEAT, on_gpu=on_gpu)
+        yield f"message of {C} channels", _REPEAT, SECONDS / 10, steps
+    if not importable("torch"):
+        return
+    import torch
+    from torch import nn
+
+    from multibn.check.network import resnet50
+    from multibn.torch_backend import convert_sync_batchnorm
+
+    number, side = SIZES[on_gpu]
+    for name, local, shape, seconds in (
+        ("layer", nn.BatchNorm2d(64), (number, 64, side // 4, side // 4), SECONDS / 5),
+        ("ResNet-50", resnet50(), (number, 3, side, side), SECONDS),
+    ):
+        models = {OURS: convert_sync_batchnorm(copy.deepcopy(local), communicator), LOCAL: local}
+        if on_gpu and _torchrun():  # it shares over torch's groups of GPUs alone
+            models[PEER] = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(local))
+        x = torch.randn(*shape, requires_grad=True)
+        dy = torch.ones_like(local(x))
+        steps = {each: training_step(model, x, dy) for each, model in models.items()}
+        yield f"step of {name}, {'x'.join(map(str, shape))}", 1, seconds, steps
