@@ -25,8 +25,9 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*/*.[ch])
 	@echo "Installing into $(VENV), once: several minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --no-compile \
-		--editable '.[torch,chainer,mpi,cli,lightning,mmengine,video,dev]'
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'  # knows --group
+	@$(BIN)/python -m pip install --quiet --no-compile --group dev \
+		--editable '.[torch,chainer,mpi,cli,lightning,mmengine,video]'
 	touch $@
 
 # An environment of its own, which sees the packages of the other one. PyPI's torchvision is built
@@ -37,7 +38,8 @@ $(PROGRAMS)/installed: $(VENV)/installed
 	test -x $(PROGRAMS)/bin/python || $(BIN)/python -m venv $(PROGRAMS)
 	$(PROGRAMS)/bin/python -c "import site; own = site.getsitepackages()[0]; \
 		open(own + '/other.pth', 'w').write(own.replace('$(PROGRAMS)', '$(VENV)'))"
-	$(PROGRAMS)/bin/python -m pip install --quiet --editable '.[programs]'
+	$(PROGRAMS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(PROGRAMS)/bin/python -m pip install --quiet --group programs --editable '.[lightning]'
 	touch $@
 
 $(VENV)/originals: tests/originals/requirements.txt $(VENV)/installed
@@ -63,7 +65,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 $(VENV)/docs: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
 docs: $(VENV)/docs  ## the documentation site: out/site/index.html; any warning is an error
@@ -74,7 +76,7 @@ site: docs  ## what a browser cuts off the site's pages, broken links, ten searc
 	$(BIN)/python -m tests.pages.site out/site
 
 $(VENV)/evidence: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[evidence]'
+	$(BIN)/python -m pip install --quiet --group evidence
 	touch $@
 
 evidence: $(VENV)/evidence  ## when it matters who shares statistics: docs/guides/which-batch-norm.md
@@ -96,7 +98,7 @@ soak: $(VENV)/installed  ## a quarter of an hour of all that a long run does, on
 	$(BIN)/python -m tests.soak
 
 $(VENV)/mutants: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[mutants]'
+	$(BIN)/python -m pip install --quiet --group mutants
 	touch $@
 
 # MUTANTS=120 SEED=1 are another number, and another choice.
@@ -109,14 +111,14 @@ programs: $(PROGRAMS)/installed  ## other people's models, trainers and rules: d
 	$(PROGRAMS)/bin/python -m pytest --require programs tests/programs
 
 $(VENV)/versions: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[versions]'
+	$(BIN)/python -m pip install --quiet --group versions
 	touch $@
 
 versions: $(VENV)/versions  ## the tests without ranks, with the oldest and the newest packages: docs/versions.md
 	$(BIN)/python -m nox --session versions
 
 $(VENV)/release: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	$(BIN)/python -m pip install --quiet --group release
 	touch $@
 
 release: $(VENV)/release  ## wheel and sdist in dist/, checked; the programs of the first page, each in an environment of its own

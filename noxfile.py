@@ -46,8 +46,9 @@ SETS = {
 def versions(session: nox.Session, name: str) -> None:
     """Install one set, and run the tests."""
     chainer = str(Path("chainer-constraints.txt").resolve())
+    session.install("--upgrade", "pip>=25.1")  # knows --group
     session.install(
-        *("--editable", f".[{','.join(EXTRAS)},dev]", *SETS[name][1]),
+        *("--group", "dev", "--editable", f".[{','.join(EXTRAS)}]", *SETS[name][1]),
         env={"PIP_CONSTRAINT": chainer, "PIP_BUILD_CONSTRAINT": chainer},
     )
     session.run("python", "-m", "tests.versions", name, *session.posargs)

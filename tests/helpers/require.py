@@ -64,7 +64,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "cli": lambda: importable("rich"),
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
     "netns": _namespaces,
-    "programs": lambda: importable("torchinfo"),  # which no other extra has
+    "programs": lambda: importable("torchinfo"),  # which no other group has
 }
 
 _required: set[str] = set()
