@@ -164,7 +164,7 @@ def network() -> Iterator[Row]:
         for module in peer.modules():
             if type(module) is nn.SyncBatchNorm:
                 module.__class__ = _AlwaysSynchronized
-    models = {OURS: ours, PEER: peer, LOCAL: local}
+    models: dict[str, Any] = {OURS: ours, PEER: peer, LOCAL: local}
     x = torch.randn(*IMAGES, device=DEVICE).contiguous(memory_format=torch.channels_last)
     labels = torch.arange(len(x), device=DEVICE)
 

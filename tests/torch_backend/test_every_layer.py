@@ -61,7 +61,7 @@ def _convert(layer: nn.Module, process_group: Any, **options: Any) -> Any:
 
 
 def _split(layer: nn.Module, **options: Any) -> Any:
-    converted = convert_sub_batchnorm(layer, 2)
+    converted: Any = convert_sub_batchnorm(layer, 2)
     converted.configure(**options)
     return converted
 

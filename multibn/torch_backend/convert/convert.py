@@ -1,7 +1,7 @@
 """Exchange the batch norm layers of a model for synchronized ones, and back."""
 
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -24,6 +24,7 @@ from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.sub_batch_norm import Part
 from multibn.torch_backend.layer.synchronized import ALONE, LayerOptions, Synchronized, running_of
 
+_Model = TypeVar("_Model", bound=nn.Module)
 # Names that a class may define and still behave like the layer that it derives from.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
 
@@ -66,14 +67,14 @@ class BatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(
-    module: nn.Module,
+    module: _Model,
     process_group: CommunicatorLike = None,
     *,
     weighting: Weighting = "element",
     running_var: RunningVar = "unbiased_global",
     nonfinite: Nonfinite = None,
     strict: bool = False,
-) -> Any:
+) -> _Model:
     """Synchronize every batch norm of a model, subclasses of torch's among them.
 
     Changes the layers in place and returns `module`. A converted layer is a `SyncBatchNorm`, and
@@ -160,7 +161,7 @@ def _with_others(
     return kept
 
 
-def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = False) -> Any:
+def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = False) -> _Model:
     """Let every batch norm of a model normalize each part of its batch by this part's statistics.
 
     Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for a model as it is: a large
@@ -234,7 +235,7 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
     return layers
 
 
-def revert_sync_batchnorm(module: nn.Module) -> Any:
+def revert_sync_batchnorm(module: _Model) -> _Model:
     """Give every `SyncBatchNorm` and split layer the class that it was converted from.
 
     For export or single-process use. Changes the layers in place and returns `module`. A layer that

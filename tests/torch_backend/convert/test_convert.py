@@ -3,7 +3,7 @@
 import re
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -211,13 +211,22 @@ def test_what_cannot_be_converted_is_one_message() -> None:
         convert_sync_batchnorm(Foreign(3))
 
 
+@pytest.mark.parametrize(
+    "function", [convert_sync_batchnorm, convert_sub_batchnorm, revert_sync_batchnorm]
+)
+def test_the_type_that_comes_in_is_that_which_comes_back(function: Any) -> None:
+    hints = get_type_hints(function)
+    assert hints["return"] is hints["module"]
+    assert hints["module"].__bound__ is nn.Module
+
+
 def test_what_is_no_model_or_has_no_batch_norm_is_named() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     functions = convert_sync_batchnorm, partial(convert_sub_batchnorm, num_splits=2)
     for function in (*functions, revert_sync_batchnorm):
         for wrong, name in ((None, "NoneType"), (optimizer, "SGD"), ([nn.Linear(1, 1)], "list")):
             with pytest.raises(TypeError, match=rf"must be a torch\.nn\.Module: got {name}\."):
-                function(wrong)  # type: ignore[arg-type]
+                function(wrong)  # type: ignore[type-var]
     keras = type("Functional", (nn.Module,), {"__module__": "keras.src.models.functional"})
     for model in (nn.Sequential(nn.GroupNorm(1, 3)), keras()):
         message = rf"a batch norm of torch: got none in \S+\.{type(model).__name__}, so"

@@ -90,7 +90,7 @@ def test_fusion_leaves_the_layers() -> None:
 
 def test_a_converted_model_can_be_fused_by_hand() -> None:
     """`fuse_modules` knows torch's own classes only, so that a model is reverted before."""
-    net = convert_sync_batchnorm(plain())
+    net: Any = convert_sync_batchnorm(plain())
     net(X)
     fused = fuse_conv_bn_eval(net.eval()[0], net[1])
     torch.testing.assert_close(fused(X), net[:2](X))
@@ -121,7 +121,7 @@ def test_shapes_are_known_without_data(mode: Callable[[], Any], training: bool) 
     """No communication: the shapes of other ranks do not matter."""
     counting = CountingCommunicator(SingleProcess())
     with mode():
-        net = convert_sync_batchnorm(plain(), counting).train(training)
+        net: Any = convert_sync_batchnorm(plain(), counting).train(training)
         x = torch.empty(2, 3, 4, 4, requires_grad=True)
         y = net(x)
         y.sum().backward()

@@ -256,7 +256,7 @@ def check_compiled_code_gives_eager_numbers(world: Communicator) -> None:
         compiled = torch.compile(copy.deepcopy(net), backend="eager")
         results = [_steps(model, mesh, BOTH) for model in (net, compiled)]
         torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
-        for part in net.train()[1:3]:
+        for part in [*net.train()][1:3]:
             whole: Any = torch.compile(nn.Sequential(part), backend="eager", fullgraph=True)
             with pytest.raises(Exception, match=r"DTensor, and runs .* without fullgraph=True"):
                 whole(_place(_whole(0), mesh, BOTH))

@@ -268,7 +268,7 @@ def test_a_mask_that_leaves_nothing_is_an_error_on_every_rank(weighting: Any) ->
 
 
 def test_no_part_moves_if_a_mask_leaves_nothing_of_another() -> None:
-    parts = convert_sub_batchnorm(SyncBatchNorm(3), 2)
+    parts: Any = convert_sub_batchnorm(SyncBatchNorm(3), 2)
     second = (torch.arange(4) > 1)[:, None].expand(4, L)
     with pytest.raises(ValueError, match="must leave an element of the batch"):
         parts(X, mask=second)

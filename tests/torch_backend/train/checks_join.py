@@ -154,7 +154,8 @@ def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
     """As the README calls them, without a communicator, on torch.distributed and on MPI."""
     norm = nn.BatchNorm1d(1, momentum=1.0, dtype=torch.float64)
     model = convert_sync_batchnorm(nn.Sequential(norm), world)
-    layer, mean = model[0], (world.size - 1) / 2
+    layer: Any = model[0]
+    mean = (world.size - 1) / 2
     x = torch.full((2, 1), float(world.rank), dtype=torch.float64)
     layer.running_mean.fill_(world.rank)
     with pytest.raises(RuntimeError, match=r"1 of 5 .* 0\.running_mean by up to 1 on rank 1"):
