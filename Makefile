@@ -46,20 +46,24 @@ $(VENV)/originals: tests/originals/requirements.txt $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $@ --requirement $<
 	touch $@
 
+# `##` is for those who use multibn, `#:` for those who work on it.
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## /\1	/p' Makefile
+	@echo "For you:"
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  \1	\2/p' Makefile | expand -t 12
+	@echo "For maintainers:"
+	@sed -n 's/^\([a-z]*\):.*  #: \(.*\)/  \1	\2/p' Makefile | expand -t 12
 
 demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/installed $(VENV)/originals  ## all tests; what this set-up must be able to run may not be skipped
+test: $(VENV)/installed $(VENV)/originals  #: all tests, of which none that needs an installed package may be skipped
 	@echo "About ten minutes on two cores."
 	$(BIN)/python -m pytest --require torch,chainer,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,cli,dev
 
 video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed  #: ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -72,7 +76,7 @@ docs: $(VENV)/docs  ## the documentation site: out/site/index.html; any warning 
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir out/doctrees docs out/site
 	@echo "out/site/index.html; for excerpts in its search: python -m http.server --directory out/site"
 
-site: docs  ## what a browser cuts off the site's pages, broken links, ten searches; needs chromium
+site: docs  #: the site in a browser: text that is cut off, broken links, ten searches; needs chromium
 	$(BIN)/python -m tests.pages.site out/site
 
 $(VENV)/evidence: $(VENV)/installed
@@ -88,13 +92,13 @@ bench: $(VENV)/installed  ## what a layer, a network and a message cost beside t
 gpu:  ## the GPU path, checked and timed in three slots of ten minutes by this machine's own Python: SLOT, OUT
 	$(OWN_PYTHON) -m benchmarks.gpu $(addprefix --slot ,$(SLOT)) --output $(or $(OUT),out/gpu)
 
-fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of them masked, 200 sets of equal models, 2,000 spoiled files
+fuzz: $(VENV)/installed  #: 10,000 layer calls in each framework, a quarter of them masked, 200 sets of equal models, 2,000 spoiled files
 	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/fuzz tests/checkpoint/test_fuzz_files.py
 
-faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results
+faults: $(VENV)/installed  #: what goes wrong in training, done on purpose: docs/faults.md, faults/results
 	$(BIN)/python -m faults
 
-soak: $(VENV)/installed  ## a quarter of an hour of all that a long run does, on 2 to 32 ranks: docs/soak.md
+soak: $(VENV)/installed  #: a quarter of an hour of all that a long run does, on 2 to 32 ranks: docs/soak.md
 	$(BIN)/python -m tests.soak
 
 $(VENV)/mutants: $(VENV)/installed
@@ -104,24 +108,24 @@ $(VENV)/mutants: $(VENV)/installed
 # MUTANTS=120 SEED=1 are another number, and another choice.
 MUTANTS ?= 40
 SEED ?= $(shell date +%Y%m%d)
-mutants: $(VENV)/mutants  ## deliberate mistakes, drawn at random, and the tests that run them: which of them are seen
+mutants: $(VENV)/mutants  #: deliberate mistakes, drawn at random, and the tests that run them: which of them are seen
 	$(BIN)/python -m tests.mutants $(MUTANTS) $(SEED)
 
-programs: $(PROGRAMS)/installed  ## other people's models, trainers and rules: docs/programs.md
+programs: $(PROGRAMS)/installed  #: other people's models, trainers and rules: docs/programs.md
 	$(PROGRAMS)/bin/python -m pytest --require programs tests/programs
 
 $(VENV)/versions: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group versions
 	touch $@
 
-versions: $(VENV)/versions  ## the tests without ranks, with the oldest and the newest packages: docs/versions.md
+versions: $(VENV)/versions  #: the tests without ranks, with the oldest and the newest packages: docs/versions.md
 	$(BIN)/python -m nox --session versions
 
 $(VENV)/release: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group release
 	touch $@
 
-release: $(VENV)/release  ## wheel and sdist in dist/, checked; the programs of the first page, each in an environment of its own
+release: $(VENV)/release  #: wheel and sdist in dist/, checked; the programs of the first page, each in an environment of its own
 	rm -rf dist build
 	$(BIN)/python -m build
 	$(BIN)/python -m auditwheel repair --strip --wheel-dir dist dist/*-linux_*.whl
@@ -129,5 +133,5 @@ release: $(VENV)/release  ## wheel and sdist in dist/, checked; the programs of 
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m nox --session release
 
-clean:
+clean:  #: remove what make has built
 	rm -rf $(VENV) .nox build dist out

@@ -207,7 +207,7 @@ def results(runs: list[Run]) -> Table:
                 "synchronized" if run.norm == "sync" else "plain",
                 f"{run.accuracy:.1%}",
                 f"{run.loss:.4f}",
-                "" if run is runs[0] else f"{difference:.1e}",
+                "" if run is runs[0] else f"{difference:.2g}",
                 f"{run.seconds:.1f} s",
                 style="green" if difference < TOLERANCE else "",
             )
@@ -248,10 +248,11 @@ def verdict(runs: list[Run]) -> tuple[bool, str]:
     smallest = min(run.differences(reference)[-1] for run in parts)
     holds = bool(largest < TOLERANCE < smallest)
     return holds, (
-        f"{'It holds' if holds else 'It does NOT hold'}, over {len(reference.losses)} steps of two "
-        "processes, in torch and in Chainer, beside one process with the whole batch:\n"
-        f"  synchronized: the same losses, to {largest:.1e}\n"
-        f"  plain:        other losses, by {smallest:.1e} or more"
+        f"{len(reference.losses)} steps of two processes, in torch and in Chainer, beside one "
+        "process with the whole batch:\n"
+        f"  synchronized: the same losses, to {largest:.2g}\n"
+        f"  plain:        other losses, by {smallest:.2g} or more\n"
+        f"{'It holds' if holds else 'It does NOT hold'}: synchronized processes train as one does."
     )
 
 

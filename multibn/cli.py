@@ -64,10 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--prefix", default="", metavar="P", help="convert only the keys below P")
     option = add("pool", _pool).add_argument
     option("src", nargs="+", type=Path, metavar="SRC", help="files to read")
-    option("--counts", nargs="+", type=float, required=True, metavar="N")
-    option("-o", dest="dst", type=Path, required=True, metavar="DST")
+    counts = "for each SRC, how many samples its statistics stand for"
+    option("--counts", nargs="+", type=float, required=True, metavar="N", help=counts)
+    option("-o", dest="dst", type=Path, required=True, metavar="DST", help="file to write")
     option("--prefix", default="", metavar="P", help="pool only the keys below P")
-    option("--average-parameters", action="store_true", help="average other arrays")
+    option("--average-parameters", action="store_true", help="average the other arrays")
     parity.add_arguments(add("parity", parity.run))
     return parser
 
@@ -98,7 +99,9 @@ def _convert(args: argparse.Namespace) -> int:
 def _pool(args: argparse.Namespace) -> int:
     """Pool the running statistics of models that were trained apart.
 
-    All other arrays must be equal, or are averaged. Exit status: as of convert.
+    All other arrays must be equal in all files; with --average-parameters, they
+    are averaged. Exit status: 0, or 2 if a file or an option is refused; DST is
+    unchanged then.
 
     multibn pool a.pt b.pt --counts 100 300 -o pooled.pt
     """

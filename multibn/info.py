@@ -38,7 +38,7 @@ def text(facts: Mapping[str, Any]) -> str:
     lines = []
     for section, each in facts.items():
         rows = each if isinstance(each, Mapping) else {"": each}
-        width = max(map(len, rows))
+        width = max(map(len, rows), default=0)
         for name, fact in rows.items():
             if isinstance(fact, Mapping):
                 fact = ", ".join(f"{k} {_short(v)}" for k, v in fact.items())
@@ -108,10 +108,14 @@ def _kernels(triton: str | None) -> dict[str, str]:
     gpu = "Triton, launched by torch, when there is a GPU"
     new_enough = [int(number) for number in re.findall(r"\d+", triton or "")] >= [3, 4]
     if not new_enough or not importable("torch"):
-        found = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
-        gpu = "generic (slow)" if found else "no GPU found; for one"
+        gpu = "generic (slow)" if find_gpu() else "no GPU found; for one"
         gpu += ": pip install torch 'triton>=3.4'"
     return {"host": host, "GPU": gpu}
+
+
+def find_gpu() -> bool:
+    """Whether the system has a GPU of NVIDIA or AMD, as far as can be told without a library."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def _messages() -> dict[str, str]:

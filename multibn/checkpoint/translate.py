@@ -249,11 +249,9 @@ def _translate(
         )
     if any(norm + mean in origins.values() for norm in norms):
         notes.append(
-            "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
-            "those of the source. eps is 2e-5 by default in Chainer and 1e-5 in torch. Nor does "
-            f"the file say by which count {var} is unbiased: that of one rank (ChainerMN, "
-            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none. "
-            f"{target.norm[-1]} is 0, as {counter} counts other batches."
+            "give the layers the eps and momentum of the source, which no file has. By default eps "
+            "is 2e-5 in Chainer and 1e-5 in torch; momentum is 1 - decay. The count by which "
+            f"{var} is unbiased stays the source's, and {target.norm[-1]} starts at 0."
         )
     return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
 

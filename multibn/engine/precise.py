@@ -1,6 +1,5 @@
 """Running statistics from whole passes over data: one loop for the layers of all backends."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -157,7 +156,5 @@ def _progress(show: bool, description: str, total: int | None) -> Iterator[Calla
 
         with tqdm(total=total, desc=description, unit="batch") as bar:
             yield bar.update
-        return
-    if show:
-        print(f"{description}: no progress bar, run pip install tqdm for one", file=sys.stderr)
-    yield lambda: None
+    else:
+        yield lambda: None

@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
             wanted = "--model must be MODULE:FUNCTION, found from this folder"
             raise ValueError(f"{wanted}: got {args.model!r} ({error}).") from error
     names = [case.name for case in select(args.cases)]
-    print("over, ranks         surface error quantity, case: the worst for its bound", flush=True)
+    print("Each row has the error that is largest beside its bound.")
+    print(f"{'over x ranks':19} layers  error {'of quantity, in case':36} verdict", flush=True)
     surfaces, options = (
         (["models"], {"model": args.model}) if args.model else (SURFACES, {"cases": names})
     )

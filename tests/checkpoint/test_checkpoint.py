@@ -195,9 +195,10 @@ def test_notes_say_what_becomes_of_chainers_numbers() -> None:
     arrays = chainer_arrays()
     arrays["predictor/bn/N"] = np.asarray(12)
     converted = chainer_to_torch(arrays)
-    check_note(converted, "num_batches_tracked is 0, as N counts other batches")
-    check_note(converted, "eps and momentum (Chainer's 1 - decay) are not in the file")
-    check_note(converted, "Nor does the file say by which count avg_var is unbiased")
+    check_note(converted, "give the layers the eps and momentum of the source")
+    check_note(converted, "eps is 2e-5 in Chainer and 1e-5 in torch; momentum is 1 - decay")
+    check_note(converted, "The count by which avg_var is unbiased stays the source's")
+    check_note(converted, "num_batches_tracked starts at 0")
     assert converted.state["predictor.bn.num_batches_tracked"] == 0
 
 

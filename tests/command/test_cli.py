@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ def multibn(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_info_is_printed_as_json() -> None:
-    ran = multibn("info")
+def test_info_is_text_for_people_and_json_for_machines() -> None:
+    ran = multibn("info", "--json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found["versions"]["multibn"] == __version__
@@ -32,11 +33,21 @@ def test_info_is_printed_as_json() -> None:
         assert found["kernels"]["host"].startswith("C core, ")
     if require.available("mpiexec"):
         assert found["messages"]["mpiexec"].startswith("MPI, started by /")
+    for section, facts in found.items():
+        for name, fact in facts.items() if isinstance(facts, dict) else [("", facts)]:
+            line = rf"^({section})? +{name} +{re.escape('missing' if fact is None else str(fact))}$"
+            assert re.search(line, multibn_info(), re.M), line
+
+
+@cache
+def multibn_info() -> str:
+    return multibn("info").stdout
 
 
 def _said(monkeypatch: Any, *present: str) -> str:
     """What is said where of all libraries only those `present` are installed."""
     monkeypatch.setattr(info, "importable", lambda name: name in present)
+    monkeypatch.setattr(info, "find_gpu", lambda: "a GPU" in present)
     return json.dumps(info.collect())
 
 
@@ -46,8 +57,8 @@ def _said(monkeypatch: Any, *present: str) -> str:
         ([], '"torch": null'),
         ([], '"works here": "nothing: pip install'),
         (["torch"], '"works here": "torch in one process and under torchrun'),
-        (["torch"], '"GPU": "generic (slow): pip install torch \'triton>=3.4\''),
-        (["triton"], '"GPU": "generic (slow): pip install torch \'triton>=3.4\''),
+        (["torch"], '"GPU": "no GPU found; for one: pip install torch \'triton>=3.4\''),
+        (["triton", "a GPU"], '"GPU": "generic (slow): pip install torch \'triton>=3.4\''),
         (["torch", "triton"], '"GPU": "Triton, launched by torch, when there is a GPU"'),
         ([], "torchrun\": \"nothing: pip install '.[torch]' in multibn's checkout"),
         (["torch"], 'torchrun": "shared memory where all ranks are on one machine, else torc'),
@@ -106,6 +117,7 @@ def test_without_arguments_the_command_prints_its_help() -> None:
         (["parity", "--ranks", "x"], "--ranks: invalid int value: 'x'"),
         (["parity", "--model", "a:b", "--cases", "uneven"], "--cases: not allowed with .*--model"),
         (["convert", "a.npz"], "required: DST"),
+        (["info", "--jason"], "unrecognized arguments: --jason"),
         (["convert", "a.npz", "a.pt", "b.pt"], r"unrecognized arguments: b\.pt"),
         (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*'convert'"),
     ],

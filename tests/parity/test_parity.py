@@ -135,8 +135,10 @@ def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
     assert cli.main(["parity", "--ranks", "16", "--cases", case]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].split(":")[0] == "over, ranks         surface error quantity, case"
-    assert lines[1].split()[-4:] == ["inf", "running_mean,", case, "BROKEN"]
+    assert lines[0] == "Each row has the error that is largest beside its bound."
+    header, first = (line.index for line in lines[1:3])
+    assert header("error of quantity, in case") == first("  inf running_mean")
+    assert lines[2].split()[-4:] == ["inf", "running_mean,", case, "BROKEN"]
 
 
 def test_a_case_of_recomputation_runs_each_step_again(monkeypatch: Any) -> None:
