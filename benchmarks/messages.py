@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from benchmarks.worker import Measured
 from multibn import Communicator
-from multibn.check.messages import message_steps
-from multibn.check.timing import Seconds, take_turns
+from multibn.check.timing import Seconds, message_steps, take_turns
 
 # Calls in a timed step: a single call takes microseconds, too little for the clock.
 _REPEAT = {"mpi": 20, "shared memory": 20, "gloo": 2}
@@ -19,7 +18,8 @@ def measure(
     os.environ["MULTIBN_SHARED_MEMORY"] = str(int(over == "shared memory"))
     times: dict[str, Seconds] = {}
     for C in channels:
-        steps = message_steps(communicator, C, repeat=_REPEAT[over])
+        checked, bare = message_steps(communicator, C, repeat=_REPEAT[over])
+        steps = {"checked": checked, "bare": bare}
         taken = take_turns(steps, communicator, seconds=seconds)
         times |= {f"{C}/{name}": t / _REPEAT[over] for name, t in taken.items()}
     return times, {}

@@ -41,16 +41,10 @@ def text(facts: Mapping[str, Any]) -> str:
         width = max(map(len, rows), default=0)
         for name, fact in rows.items():
             if isinstance(fact, Mapping):
-                fact = ", ".join(f"{k} {_short(v)}" for k, v in fact.items())
+                fact = ", ".join(f"{k} {v}" for k, v in fact.items())
             lines.append(f"{section:12} {name:{width}}  {'missing' if fact is None else fact}")
             section = ""
     return "\n".join(lines)
-
-
-def _short(value: object) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.2g}"
 
 
 def collect() -> dict[str, Any]:
@@ -66,16 +60,9 @@ def collect() -> dict[str, Any]:
         found = distributions.get(name) if importable(name) else None
         versions[name] = metadata.version(found[0]) if found else None
     facts = {"kernels": _kernels(versions["triton"]), "messages": _messages()}
-    machine = {"processor": processor(), "cores": os.cpu_count()}
+    machine = {"system": platform.platform(), "cores": os.cpu_count()}
     works = _what_works(versions, **facts)
     return {"works here": works, "machine": machine, "versions": versions, **facts}
-
-
-def processor() -> str:
-    """The processor's name."""
-    file = Path("/proc/cpuinfo")
-    match = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
-    return match[1] if match else platform.machine()
 
 
 def _what_works(

@@ -15,8 +15,8 @@ from typing import Any
 from multibn import info
 from multibn._environment import importable, this_machine
 from multibn._launch import enter_world, leave_world
-from multibn.check.messages import message_steps
-from multibn.check.timing import Step, median_ms, slowest, take_turns, training_step
+from multibn.check import timing
+from multibn.check.timing import Step, message_steps, take_turns, training_step
 from multibn.communicators import Communicator
 from multibn.communicators.base import gather
 from multibn.communicators.lookup import launched_processes
@@ -27,6 +27,7 @@ CASES = ("float32", "float64", "uneven", "empty-rank", "masked", "channels_last"
 OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm2d"
 SIZES = {True: (64, 224), False: (4, 112)}  # on a GPU, and not: a rank's images, and their sides
 SECONDS = 20.0  # of the network's comparison; the others take a part of it
+VERDICTS = {True: "all numbers are right", False: "some numbers are WRONG"}
 _REPEAT = 20  # messages in a step
 
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if communicator.rank == 0:
         print(json.dumps(report, indent=1) if args.json else info.text(report), flush=True)
     leave_world()
-    return int("WRONG" in report["verdict"])
+    return int(report["verdict"] != VERDICTS[True])
 
 
 def _torchrun() -> bool:
@@ -78,7 +79,7 @@ def _enter() -> Communicator:
 
 def collect(communicator: Communicator) -> dict[str, Any]:
     """What the ranks have found, and the facts of `multibn info`. Collective."""
-    start, errors, times = time.monotonic(), list[worker.Error](), {}
+    start, times = time.monotonic(), {}
 
     def say(what: str) -> None:
         if communicator.rank == 0:
@@ -90,32 +91,31 @@ def collect(communicator: Communicator) -> dict[str, Any]:
     machines = gather(this_machine(), communicator)
     gpu = _use_gpu(communicator, machines)
     say("numbers")
-    for rank in gather(worker.measure(communicator, surfaces, CASES), communicator):
-        errors += [worker.Error(*each) for each in rank]
-    errors.sort()
+    found = gather(worker.measure(communicator, surfaces, CASES), communicator)
+    errors = sorted(worker.Error(*each) for rank in found for each in rank)
+    numbers = {f"{e.surface}, {e.case}": e for e in errors}  # of each case the worst, the last
     for what, n, seconds, steps in _comparisons(communicator, bool(gpu)):
         say(what)
         wait = sys.modules["torch"].cuda.synchronize if gpu else lambda: None
         taken = take_turns(steps, communicator, seconds=seconds, wait=wait, finish=wait)
         ranks = gather({name: t.tolist() for name, t in taken.items()}, communicator)
-        times[what] = {name: 1e3 * median_ms(t) / n for name, t in slowest(ranks).items()}
+        medians = {name: 1e3 * timing.median_ms(t) / n for name, t in timing.slowest(ranks).items()}
+        times[what] = {name: round(us, 1 if us < 100 else None) for name, us in medians.items()}
     ways = getattr(getattr(communicator, "lines", None), "ways", [])
-    ranks_share = {
-        "number": communicator.size,
-        "machines": len(set(machines)),
-        "over": ", ".join(["NCCL"] * bool(gpu and _torchrun()) + ways) or "nothing: one process",
-        "compute on": gpu or "CPU",
-    }
-    numbers = {  # of each case the worst, which is the last
-        f"{e.surface}, {e.case}": {"error": e.error, "bound": e.bound, "in": e.quantity}
-        for e in errors
-    }
-    right = errors[-1].ratio <= 1
+    ways = ["NCCL"] * bool(gpu and _torchrun() and communicator.size > 1) + ways
     return info.collect() | {
-        "ranks": ranks_share,
-        "numbers": numbers,
+        "ranks": {
+            "number": communicator.size,
+            "machines": len(set(machines)),
+            "over": ", ".join(ways) or "nothing: one process",
+            "compute on": gpu or "CPU",
+        },
+        "numbers": {
+            name: {"error": float(f"{e.error:.2g}"), "bound": e.bound, "in": e.quantity}
+            for name, e in sorted(numbers.items())
+        },
         "microseconds": times,
-        "verdict": "all numbers are right" if right else "some numbers are WRONG",
+        "verdict": VERDICTS[errors[-1].ratio <= 1],
     }
 
 
@@ -136,8 +136,9 @@ def _comparisons(
 ) -> Iterator[tuple[str, int, float, Mapping[str, Step]]]:
     """What is timed: its name, how often in a step, for how long, and steps that take turns."""
     for C in (64, 2048) if communicator.size > 1 else ():
-        steps = message_steps(communicator, C, repeat=_REPEAT, on_gpu=on_gpu)
-        yield f"message of {C} channels", _REPEAT, SECONDS / 10, steps
+        checked, bare = message_steps(communicator, C, repeat=_REPEAT, on_gpu=on_gpu)
+        about = f"message of {C} channels", _REPEAT, SECONDS / 10
+        yield *about, {"checked": checked, "bare": bare}
     if not importable("torch"):
         return
     import torch

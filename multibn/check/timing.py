@@ -7,19 +7,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from multibn import message
 from multibn.communicators import Communicator
+from multibn.communicators.conversation import Conversation
 
 Step: TypeAlias = Callable[[], object]
 # A row for each round: the time on the wall, and of the processor.
 Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 WALL, PROCESSOR = 0, 1
-
-_FEWEST_ROUNDS = 5
-_MOST_ROUNDS = 101
-
-
-def _now() -> Seconds:
-    return np.array([time.perf_counter(), time.process_time()])
+_ROUNDS = 5, 101  # at least, and at most
 
 
 def training_step(layer: Any, x: Any, dy: Any) -> Step:
@@ -31,6 +27,32 @@ def training_step(layer: Any, x: Any, dy: Any) -> Step:
         layer(x).backward(dy)
 
     return step
+
+
+def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = False) -> list[Step]:
+    """Steps of `repeat` messages each, of a layer of C channels.
+
+    The first is of forward messages with all checks, the second of bare allreduces as long.
+    """
+    phase = Conversation(communicator, lambda: f"{C}").during("forward", np.dtype(np.float32))
+    n, sent = message.forward_payload(C), np.zeros(message.length(C))
+    numbers: Any = sent
+    bare: Step = lambda: communicator.mpi_comm.Allreduce(sent, sent.copy())  # noqa: E731
+    if on_gpu or not hasattr(communicator, "mpi_comm"):
+        import torch
+        import torch.distributed as dist
+
+        numbers = torch.zeros(len(sent), dtype=torch.float64)
+        if dist.is_initialized():
+            bare = lambda: dist.all_reduce(numbers)  # noqa: E731
+
+    def checked() -> None:
+        memory: Any = phase.message(n, numbers) if on_gpu else phase.buffer(n)
+        if isinstance(memory, message.Message):
+            memory.write(numbers[:n])
+        phase.allreduce(numbers[:n] if memory is None else memory)
+
+    return [lambda step=step: [step() for _ in range(repeat)] for step in (checked, bare)]  # type: ignore[misc]
 
 
 def take_turns(
@@ -47,31 +69,26 @@ def take_turns(
     begins with the next of the steps.
     """
 
-    def together() -> None:
+    def time_of(step: Step) -> list[float]:
         wait()
         communicator.allreduce(np.zeros(1))
+        before = time.perf_counter(), time.process_time()
+        step()
+        finish()
+        return [time.perf_counter() - before[WALL], time.process_time() - before[PROCESSOR]]
 
     for _ in range(2):  # the first round compiles and fills caches
-        together()
-        start = time.perf_counter()
-        for step in steps.values():
-            step()
-        round_seconds = time.perf_counter() - start
-    mean = float(communicator.allreduce(np.array([round_seconds]))[0]) / communicator.size
-    rounds = int(np.clip(seconds / mean, _FEWEST_ROUNDS, _MOST_ROUNDS))
+        once = sum(time_of(step)[WALL] for step in steps.values())
+    mean = float(communicator.allreduce(np.array([once]))[0]) / communicator.size
     names = list(steps)
-    taken: dict[str, list[Seconds]] = {name: [] for name in names}
+    taken: dict[str, list[list[float]]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
-        for i in range(rounds):
+        for i in range(int(np.clip(seconds / mean, *_ROUNDS))):
             first = i % len(names)
             for name in names[first:] + names[:first]:
-                together()
-                before = _now()
-                steps[name]()
-                finish()
-                taken[name].append(_now() - before)
+                taken[name].append(time_of(steps[name]))
     finally:
         gc.enable()
     return {name: np.array(times) for name, times in taken.items()}
