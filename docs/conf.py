@@ -11,7 +11,7 @@ from docutils import nodes
 from sphinx.transforms import SphinxTransform
 
 # Before any other file imports Chainer: the package makes Chainer importable.
-import multibn.chainer_backend  # noqa: F401
+import multibn.chainer  # noqa: F401
 from multibn import __version__
 from tests.helpers import examples
 

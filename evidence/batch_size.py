@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.tables import markdown
 from evidence import shown, training
-from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm, update_bn_stats
+from multibn.torch import SubBatchNorm1d, SyncBatchNorm, update_bn_stats
 
 NAME = "batch-size"
 SIZES = (2,)

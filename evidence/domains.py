@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.tables import markdown
 from evidence import shown, training
-from multibn.torch_backend import convert_sync_batchnorm, sync_running_stats, update_bn_stats
+from multibn.torch import convert_sync_batchnorm, sync_running_stats, update_bn_stats
 
 NAME = "domains"
 SIZES = (2,)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.tables import markdown
 from evidence import shown, training
-from multibn.torch_backend import convert_sync_batchnorm, update_bn_stats
+from multibn.torch import convert_sync_batchnorm, update_bn_stats
 
 NAME = "moving-average"
 SIZES = (2,)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.tables import markdown
 from evidence import shown, training
-from multibn.torch_backend import convert_sync_batchnorm, sync_running_stats
+from multibn.torch import convert_sync_batchnorm, sync_running_stats
 
 NAME = "label-skew"
 SIZES = (2, 5)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import multibn.chainer_backend  # noqa: F401  before Chainer: makes it importable on today's NumPy
+import multibn.chainer  # noqa: F401  before Chainer: makes it importable on today's NumPy
 
 # isort: split
 import chainer

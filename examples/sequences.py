@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from multibn.torch_backend import SyncBatchNorm
+from multibn.torch import SyncBatchNorm
 
 BATCH, STEPS = 16, 5
 PADDINGS = {"zeros": 0.0, "1e30": 1e30, "NaN": float("nan")}

@@ -4,7 +4,7 @@ mpiexec -n 2 python -m mpi4py examples/train_chainer.py --norm sync
 """
 
 # isort: off
-from multibn.chainer_backend import create_mnbn_model  # before Chainer: makes it importable
+from multibn.chainer import create_mnbn_model  # before Chainer: makes it importable
 
 # isort: on
 import chainer

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn import as_communicator
-from multibn.torch_backend import average_gradients, convert_sync_batchnorm
+from multibn.torch import average_gradients, convert_sync_batchnorm
 
 
 def main() -> None:

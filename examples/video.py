@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-from multibn.torch_backend.reversible import RevMViT, RevMViTConfig
+from multibn.torch.reversible import RevMViT, RevMViTConfig
 
 BATCH_SIZE = 4  # of each rank; small, so that the statistics of one rank would be poor
 CONFIG = RevMViTConfig(

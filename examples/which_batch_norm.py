@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multibn.communicators.transports.torch_distributed import TorchDistributed
-from multibn.torch_backend import (
+from multibn.torch import (
     SubBatchNorm2d,
     average_gradients,
     convert_sync_batchnorm,

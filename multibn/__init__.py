@@ -1,7 +1,7 @@
 """Batch normalization whose statistics are shared between processes.
 
-Functions of models, and layers, are in `multibn.torch` (the names that most users need),
-`multibn.torch_backend` (all names) and `multibn.chainer_backend`. This module imports no framework.
+Layers, and functions of models, are in `multibn.torch` and `multibn.chainer`. This module imports
+no framework.
 """
 
 from importlib import import_module as _import_module
@@ -18,11 +18,10 @@ from multibn.engine import observing as observing
 
 
 def __getattr__(name: str) -> _Any:
-    """`multibn.torch` and the backends, imported when they are first named."""
-    if name in ("torch", "torch_backend", "chainer_backend"):
+    """`multibn.torch` and `multibn.chainer`, imported when they are first named."""
+    if name in ("torch", "chainer", "torch_backend", "chainer_backend"):
         return _import_module(f"multibn.{name}")
     raise AttributeError(
-        f"module 'multibn' has no attribute {name!r}. Functions of models, and layers, are in "
-        "`multibn.torch`, `multibn.torch_backend` and `multibn.chainer_backend`: write "
-        f"`multibn.torch.{name}`, for example."
+        f"module 'multibn' has no attribute {name!r}. Layers, and functions of models, are in "
+        f"`multibn.torch` and `multibn.chainer`: write `multibn.torch.{name}`, for example."
     )

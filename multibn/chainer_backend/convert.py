@@ -57,7 +57,7 @@ def create_mnbn_model(
 
     Examples
     --------
-    >>> from multibn.chainer_backend import create_mnbn_model
+    >>> from multibn.chainer import create_mnbn_model
     >>> from chainer import links as L
     >>> model = create_mnbn_model(L.BatchNormalization(8), None)
     >>> type(model).__name__

@@ -88,7 +88,7 @@ class FinetunePopulationStatistics(training.Extension):
     --------
     >>> import numpy as np
     >>> from chainer import links
-    >>> from multibn.chainer_backend import FinetunePopulationStatistics
+    >>> from multibn.chainer import FinetunePopulationStatistics
     >>> link = links.BatchNormalization(1)
     >>> batches = [np.asarray([[1], [3]], "f"), np.asarray([[5], [7], [9]], "f")]
     >>> extension = FinetunePopulationStatistics(batches, link, converter=None, progress=False)

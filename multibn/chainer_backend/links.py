@@ -117,7 +117,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn.chainer_backend import MultiNodeBatchNormalization
+    >>> from multibn.chainer import MultiNodeBatchNormalization
     >>> link = MultiNodeBatchNormalization(8, None)  # a ChainerMN communicator, in place of None
     >>> link(np.random.randn(4, 8).astype("f")).shape
     (4, 8)
@@ -307,7 +307,7 @@ steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
 def step_statistics(model: chainer.Link) -> Iterator[None]:
     """Update the moving averages of `model` once for all forward passes in this context.
 
-    As `multibn.torch_backend.step_statistics`; `N` moves by one if the last call of the link had
+    As `multibn.torch.step_statistics`; `N` moves by one if the last call of the link had
     `finetune=True`. Not collective.
 
     Parameters
@@ -323,7 +323,7 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn.chainer_backend import MultiNodeBatchNormalization, step_statistics
+    >>> from multibn.chainer import MultiNodeBatchNormalization, step_statistics
     >>> link = MultiNodeBatchNormalization(1, None, decay=0.0)
     >>> with step_statistics(link):
     ...     for x in np.asarray([[[1.0], [3.0]], [[5.0], [7.0]]], "f"):

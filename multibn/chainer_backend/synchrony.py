@@ -50,7 +50,7 @@ def check_sync(
     Examples
     --------
     >>> from chainer import links as L
-    >>> from multibn.chainer_backend import check_sync
+    >>> from multibn.chainer import check_sync
     >>> check_sync(L.BatchNormalization(8), ignore=["*/avg_*"])  # passes on one rank
     """
     arrays = {name: parameter.array for name, parameter in model.namedparams()}

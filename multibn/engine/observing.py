@@ -25,7 +25,7 @@ class LayerStatistics(NamedTuple):
     --------
     >>> import torch
     >>> from multibn import observing
-    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> from multibn.torch import SyncBatchNorm
     >>> with observing() as seen:
     ...     y = torch.nn.Sequential(SyncBatchNorm(1))(torch.tensor([[1.0], [3.0]]))
     >>> seen[0].path, seen[0].own.mean
@@ -49,7 +49,7 @@ class observing(Taping):  # noqa: N801
     --------
     >>> import torch
     >>> from multibn import observing
-    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> from multibn.torch import SyncBatchNorm
     >>> layer = SyncBatchNorm(1)
     >>> with observing() as seen:
     ...     y = layer(torch.tensor([[1.0], [3.0]]))

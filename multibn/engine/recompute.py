@@ -44,7 +44,7 @@ class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tap
     --------
     >>> import torch
     >>> from multibn.engine import recording
-    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> from multibn.torch import SyncBatchNorm
     >>> layer = SyncBatchNorm(1)
     >>> with recording() as tape:
     ...     y = layer(torch.tensor([[1.0], [3.0]]))
@@ -66,7 +66,7 @@ class replaying(Taping):  # noqa: N801
     --------
     >>> import torch
     >>> from multibn.engine import recording, replaying
-    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> from multibn.torch import SyncBatchNorm
     >>> layer, x = SyncBatchNorm(8), torch.randn(4, 8)
     >>> with recording() as tape:
     ...     y = layer(x)

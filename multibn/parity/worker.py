@@ -112,7 +112,7 @@ class Chainer:
 
 
 def torch_layer(case: Case, communicator: Communicator) -> Torch:
-    """multibn.torch_backend.SyncBatchNorm."""
+    """multibn.torch.SyncBatchNorm."""
     from torch.utils.checkpoint import checkpoint
 
     from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
@@ -133,7 +133,7 @@ def torch_layer(case: Case, communicator: Communicator) -> Torch:
 
 
 def chainer_layer(case: Case, communicator: Communicator) -> Chainer:
-    """multibn.chainer_backend.MultiNodeBatchNormalization."""
+    """multibn.chainer.MultiNodeBatchNormalization."""
     from multibn.chainer_backend import MultiNodeBatchNormalization
 
     # isort: split

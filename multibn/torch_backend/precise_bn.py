@@ -113,7 +113,7 @@ def update_bn_stats(
     --------
     >>> import torch
     >>> from torch import nn
-    >>> from multibn.torch_backend import update_bn_stats
+    >>> from multibn.torch import update_bn_stats
     >>> model = nn.Sequential(nn.BatchNorm1d(1))
     >>> loader = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0], [9.0]])]
     >>> update_bn_stats(model, loader)

@@ -23,20 +23,17 @@ PACKAGES = {
     "multibn.engine": (),
     "multibn.communicators": (),
     "multibn.checkpoint": (),
-    "multibn.torch_backend": ("torch",),
-    "multibn.torch_backend.reversible": ("torch",),
-    "multibn.chainer_backend": ("chainer",),
+    "multibn.torch": ("torch",),
+    "multibn.torch.lightning": ("lightning",),
+    "multibn.torch.mmengine": ("mmengine",),
+    "multibn.torch.reversible": ("torch",),
+    "multibn.chainer": ("chainer",),
 }
 # and those that users import from other files.
 MODULES = {
     "multibn.communicators.transports.torch_distributed": (("TorchDistributed",), ("torch",)),
     "multibn.communicators.transports.mpi": (("MPI",), ("mpiexec",)),
     "multibn.communicators.transports.chainermn": (("ChainerMN",), ("chainer",)),
-    "multibn.torch_backend.integrations.lightning": (
-        ("MultiBNLayerSync", "PreciseBN"),
-        ("lightning",),
-    ),
-    "multibn.torch_backend.integrations.mmengine": (("PreciseBNHook",), ("mmengine",)),
 }
 REFERENCE = launch.ROOT / "docs/reference"
 
@@ -45,7 +42,7 @@ def _import(module: str) -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of mmengine's and Lightning's own imports
         if "chainer" in module:
-            importlib.import_module("multibn.chainer_backend")  # makes Chainer importable
+            importlib.import_module("multibn.chainer")  # makes Chainer importable
         return importlib.import_module(module)
 
 
@@ -107,7 +104,7 @@ def test_the_blocks_of_a_page_run(
     require.need("torch", *parts)
     for part in parts:
         if part != "chainer":
-            _import(f"multibn.torch_backend.integrations.{part}")  # without the trainer's warnings
+            _import(f"multibn.torch.{part}")  # without the trainer's warnings
     monkeypatch.chdir(tmp_path)
     exec(compile(code, page, "exec"), {"__name__": page})
 
@@ -146,9 +143,11 @@ def _with_references(name: str, module: ModuleType) -> str:
     names = [name]
     while names:
         name = names.pop()
-        if name in texts or not hasattr(module, name):
+        around = importlib.import_module(module.__name__.rpartition(".")[0])
+        value = getattr(module, name, getattr(around, name, None))
+        if name in texts or value is None:
             continue
-        texts[name] = inspect.cleandoc(getattr(module, name).__doc__ or "")
+        texts[name] = inspect.cleandoc(value.__doc__ or "")
         phrases = r"(?:\b[Aa]s|\b[Pp]arameters\s+are\s+those\s+of)\s+`([\w.]+)`"
         names += [named.rpartition(".")[2] for named in re.findall(phrases, texts[name])]
     return "\n".join(texts.values())
@@ -211,15 +210,25 @@ def test_the_reference_lists_every_public_name_once() -> None:
     assert set(_listed()) == public
 
 
-def test_ten_names_come_first() -> None:
-    """`multibn.torch` has them, and the reference begins with them."""
-    require.need("torch")
-    few, backend = _import("multibn.torch"), _import("multibn.torch_backend")
-    names = _exported(few)
-    assert len(names) == 10
-    assert all(getattr(few, name) is getattr(backend, name) for name in names)
-    listed = [n for n, page in _listed().items() if page.name == "torch.md"][:10]
-    assert sorted(listed) == sorted(f"multibn.torch_backend.{name}" for name in names)
+@pytest.mark.parametrize("framework", ["torch", "chainer"])
+def test_one_path_has_every_name_of_a_framework(framework: str) -> None:
+    require.need(framework)
+    path, room = _import(f"multibn.{framework}"), _import(f"multibn.{framework}_backend")
+    assert set(_exported(path)) == set(_exported(room))
+    assert all(getattr(path, name) is getattr(room, name) for name in _exported(room))
+
+
+SHOWN = [p for p in MARKDOWN if not p.startswith(("docs/decisions/", "CHANGELOG", "CONTRIB"))]
+
+
+def test_pages_examples_and_docstrings_have_one_import_path() -> None:
+    texts = {p: (launch.ROOT / p).read_text() for p in SHOWN}
+    texts |= {str(p): p.read_text() for p in (launch.ROOT / "examples").glob("*.py")}
+    for path in (launch.ROOT / "multibn").rglob("*.py"):
+        nodes = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant))
+        texts[str(path)] = "\n".join(s for n in nodes if " " in (s := str(n.value)))
+    rooms = re.compile(r"multibn\.(torch|chainer)_backend")
+    assert not [path for path, text in texts.items() if rooms.search(text)]
 
 
 def test_a_name_that_the_top_level_lacks_is_looked_for_elsewhere() -> None:

@@ -32,7 +32,7 @@ class ChainerMN(MPI):
     --------
     On each of two ranks, under `mpiexec -n 2 python -m mpi4py`:
 
-    >>> import multibn.chainer_backend  # makes Chainer importable
+    >>> import multibn.chainer  # makes Chainer importable
     >>> import chainermn, numpy as np
     >>> from multibn.communicators.transports.chainermn import ChainerMN
     >>> communicator = ChainerMN(chainermn.create_communicator("naive"))

@@ -42,7 +42,7 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
 
     Examples
     --------
-    >>> from multibn.torch_backend import get_norm
+    >>> from multibn.torch import get_norm
     >>> cfg = {"BN": {"NORM_TYPE": "sub_batchnorm", "NUM_SPLITS": 4}}
     >>> layer = get_norm(cfg)(num_features=16)
     >>> type(layer).__name__, layer.num_splits

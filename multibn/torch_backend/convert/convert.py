@@ -37,7 +37,7 @@ class BatchNorm(_BatchNorm):
 
     Examples
     --------
-    >>> from multibn.torch_backend import SyncBatchNorm, revert_sync_batchnorm
+    >>> from multibn.torch import SyncBatchNorm, revert_sync_batchnorm
     >>> layer = revert_sync_batchnorm(SyncBatchNorm(4, momentum=0.01))
     >>> type(layer).__name__, layer.momentum
     ('BatchNorm', 0.01)
@@ -121,7 +121,7 @@ def convert_sync_batchnorm(
     Examples
     --------
     >>> from torch import nn
-    >>> from multibn.torch_backend import convert_sync_batchnorm
+    >>> from multibn.torch import convert_sync_batchnorm
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> model = convert_sync_batchnorm(model)
     >>> type(model[1]).__name__, isinstance(model[1], nn.BatchNorm2d)
@@ -189,7 +189,7 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import convert_sub_batchnorm
+    >>> from multibn.torch import convert_sub_batchnorm
     >>> layer = convert_sub_batchnorm(torch.nn.BatchNorm1d(1, affine=False), 2)
     >>> layer(torch.tensor([[1.0], [2.0], [3.0], [30.0], [40.0]])).flatten()
     tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
@@ -252,7 +252,7 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
     Examples
     --------
     >>> from torch import nn
-    >>> from multibn.torch_backend import convert_sync_batchnorm, revert_sync_batchnorm
+    >>> from multibn.torch import convert_sync_batchnorm, revert_sync_batchnorm
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> model = revert_sync_batchnorm(convert_sync_batchnorm(model))
     >>> type(model[1]).__name__

@@ -23,14 +23,14 @@ class MultiBNLayerSync(LayerSync):
     have their original classes again (a `SyncBatchNorm` that the model had before becomes a
     `BatchNorm`). Do not pass `sync_batchnorm=True` to the trainer as well.
 
-    The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`, and wrong ones raise
+    The parameters are those of `multibn.torch.convert_sync_batchnorm`, and wrong ones raise
     the same errors.
 
     Examples
     --------
     >>> from lightning.pytorch import Trainer
     >>> from torch import nn
-    >>> from multibn.torch_backend.integrations.lightning import MultiBNLayerSync
+    >>> from multibn.torch.lightning import MultiBNLayerSync
     >>> plugin = MultiBNLayerSync(weighting="sample")
     >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False)
     >>> plugin.apply(nn.BatchNorm2d(8)).weighting  # the trainer calls `apply` in `fit`
@@ -60,7 +60,7 @@ class PreciseBN(Callback):
     Parameters
     ----------
     num_samples, estimator, forward_fn
-        As `multibn.torch_backend.update_bn_stats`; `num_samples` is over all ranks.
+        As `multibn.torch.update_bn_stats`; `num_samples` is over all ranks.
     every_n_epochs
         Runs every this many epochs, and after epoch `max_epochs`.
 
@@ -72,7 +72,7 @@ class PreciseBN(Callback):
     Examples
     --------
     >>> from lightning.pytorch import Trainer
-    >>> from multibn.torch_backend.integrations.lightning import PreciseBN
+    >>> from multibn.torch.lightning import PreciseBN
     >>> callback = PreciseBN(num_samples=8192, every_n_epochs=5)
     >>> trainer = Trainer(callbacks=[callback], accelerator="cpu", logger=False)
     >>> callback in trainer.callbacks

@@ -50,7 +50,7 @@ class PreciseBNHook(Hook):
     Parameters
     ----------
     num_samples
-        As of `multibn.torch_backend.update_bn_stats`, over all ranks; a batch counts as the
+        As of `multibn.torch.update_bn_stats`, over all ranks; a batch counts as the
         loader's `batch_size`. Data with fewer samples is taken whole.
     interval
         Epochs from one pass to the next, in IterBasedTrainLoop iterations.

@@ -88,7 +88,7 @@ def sync_batch_norm(
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import sync_batch_norm
+    >>> from multibn.torch import sync_batch_norm
     >>> x = torch.tensor([[1.0], [3.0]])
     >>> y, statistics = sync_batch_norm(x, eps=1e-12)
     >>> y.flatten(), statistics.mean.item()
@@ -167,7 +167,7 @@ def forward(
         raise RuntimeError(
             "layers that share statistics cannot be trained inside DistributedDataParallel.join: "
             f"that join does not know of their communication over {communicator.size} ranks. Use "
-            "multibn.torch_backend.join, or join(throw_on_early_termination=True), which ends "
+            "multibn.torch.join, or join(throw_on_early_termination=True), which ends "
             "with the first rank that runs out of data."
         )
     if torch._C._get_tracing_state() is not None:

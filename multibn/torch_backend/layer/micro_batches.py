@@ -50,7 +50,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import SyncBatchNorm, step_statistics
+    >>> from multibn.torch import SyncBatchNorm, step_statistics
     >>> layer = SyncBatchNorm(1, momentum=1.0)
     >>> with step_statistics(layer):
     ...     for x in torch.tensor([[[1.0], [3.0]], [[5.0], [7.0]]]):
@@ -61,7 +61,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, Synchronized)]
     if not layers:
         raise ValueError(
-            "`model` must have a layer of multibn.torch_backend: got none in "
+            "`model` must have a layer of multibn.torch: got none in "
             f"{type(model).__qualname__}. Convert the model by convert_sync_batchnorm; for one "
             "process alone with process_group=multibn.SingleProcess()."
         )

@@ -105,7 +105,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> from multibn.torch import SyncBatchNorm
     >>> layer = SyncBatchNorm(2)
     >>> y = layer(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))
     >>> layer.running_mean
@@ -247,7 +247,7 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     Examples
     --------
     >>> from torch import nn
-    >>> from multibn.torch_backend import SyncBatchNorm1d
+    >>> from multibn.torch import SyncBatchNorm1d
     >>> isinstance(SyncBatchNorm1d(4), nn.BatchNorm1d)
     True
     """
@@ -262,7 +262,7 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import SyncBatchNorm2d
+    >>> from multibn.torch import SyncBatchNorm2d
     >>> layer = SyncBatchNorm2d(8, fuse_relu=True)
     >>> layer(torch.randn(2, 8, 4, 4)).min()
     tensor(0., grad_fn=<MinBackward1>)
@@ -278,7 +278,7 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import SyncBatchNorm3d
+    >>> from multibn.torch import SyncBatchNorm3d
     >>> layer = SyncBatchNorm3d(8, process_group="machine")  # video, shared inside each machine
     >>> layer(torch.randn(2, 8, 4, 6, 6)).shape
     torch.Size([2, 8, 4, 6, 6])

@@ -93,7 +93,7 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, modules.SyncBatchNorm1d):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import NaiveSyncBatchNorm1d
+    >>> from multibn.torch import NaiveSyncBatchNorm1d
     >>> layer = NaiveSyncBatchNorm1d(num_sync_devices=0, num_features=16)  # all ranks of a machine
     >>> layer(torch.randn(4, 16)).shape
     torch.Size([4, 16])
@@ -106,7 +106,7 @@ class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, modules.SyncBatchNorm2d):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import NaiveSyncBatchNorm2d
+    >>> from multibn.torch import NaiveSyncBatchNorm2d
     >>> layer = NaiveSyncBatchNorm2d(global_sync=True, num_features=3)  # all ranks
     >>> y = layer(torch.ones(2, 3, 4, 4))
     >>> layer.running_mean
@@ -119,7 +119,7 @@ class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, modules.SyncBatchNorm3d):
 
     Examples
     --------
-    >>> from multibn.torch_backend import NaiveSyncBatchNorm3d
+    >>> from multibn.torch import NaiveSyncBatchNorm3d
     >>> layer = NaiveSyncBatchNorm3d(num_sync_devices=4, num_features=8)  # of one machine
     >>> layer.process_group
     Group(Group(DefaultCommunicator(), 'machine'), 4)

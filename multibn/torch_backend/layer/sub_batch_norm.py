@@ -222,7 +222,7 @@ class SubBatchNorm1d(_SubBatchNorm):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import SubBatchNorm1d
+    >>> from multibn.torch import SubBatchNorm1d
     >>> layer = SubBatchNorm1d(2, num_features=1, momentum=1.0)
     >>> y = layer(torch.tensor([[1.0], [10.0], [3.0], [30.0]]))  # samples 0 and 2, and 1 and 3
     >>> layer.split_bn.running_mean
@@ -238,7 +238,7 @@ class SubBatchNorm2d(_SubBatchNorm):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import SubBatchNorm2d
+    >>> from multibn.torch import SubBatchNorm2d
     >>> layer = SubBatchNorm2d(2, num_features=3, momentum=1.0)
     >>> y = layer(torch.ones(4, 3, 5, 5))
     >>> layer.bn.running_mean  # of the population, for evaluation
@@ -308,7 +308,7 @@ class SubBatchNorm3d(_SubBatchNorm):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend import SubBatchNorm3d
+    >>> from multibn.torch import SubBatchNorm3d
     >>> layer = SubBatchNorm3d(2, num_features=16)
     >>> layer(torch.randn(4, 16, 2, 8, 8)).shape  # two halves, each with its own statistics
     torch.Size([4, 16, 2, 8, 8])

@@ -76,7 +76,7 @@ class ReversibleSequence(nn.Module):
     --------
     >>> import torch
     >>> from torch import nn
-    >>> from multibn.torch_backend.reversible import ReversibleSequence
+    >>> from multibn.torch.reversible import ReversibleSequence
     >>> model = ReversibleSequence([(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4)])
     >>> y1, y2 = model(torch.randn(2, 8), torch.randn(2, 8))
     >>> (y1 + y2).sum().backward()  # stores the outputs alone

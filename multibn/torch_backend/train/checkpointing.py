@@ -31,7 +31,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     --------
     >>> import torch
     >>> from torch.utils.checkpoint import checkpoint
-    >>> from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
+    >>> from multibn.torch import SyncBatchNorm, checkpoint_contexts
     >>> layer = SyncBatchNorm(2)
     >>> x = torch.randn(4, 2, requires_grad=True)
     >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)

@@ -72,7 +72,7 @@ def check_sync(
     Examples
     --------
     >>> from torch import nn
-    >>> from multibn.torch_backend import check_sync
+    >>> from multibn.torch import check_sync
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> check_sync(model)  # passes on one rank
     """
@@ -116,7 +116,7 @@ def sync_running_stats(
     Examples
     --------
     >>> from torch import nn
-    >>> from multibn.torch_backend import sync_running_stats
+    >>> from multibn.torch import sync_running_stats
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> sync_running_stats(model, how="pool")  # nothing changes on one rank
     """
@@ -181,7 +181,7 @@ def average_gradients(
     --------
     >>> import torch
     >>> from torch import nn
-    >>> from multibn.torch_backend import average_gradients
+    >>> from multibn.torch import average_gradients
     >>> model = nn.Linear(2, 1)
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> average_gradients(model)  # before the optimizer's step

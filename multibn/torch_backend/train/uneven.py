@@ -151,7 +151,7 @@ def join(
     >>> import torch
     >>> from torch import nn
     >>> from torch.nn import functional as F
-    >>> from multibn.torch_backend import SyncBatchNorm, average_gradients, join
+    >>> from multibn.torch import SyncBatchNorm, average_gradients, join
     >>> model = nn.Sequential(SyncBatchNorm(4), nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> loader = [(torch.randn(n, 4), torch.zeros(n, dtype=torch.long)) for n in (8, 3)]

@@ -128,7 +128,7 @@ class RevMViTConfig:
 
     Examples
     --------
-    >>> from multibn.torch_backend.reversible import RevMViTConfig
+    >>> from multibn.torch.reversible import RevMViTConfig
     >>> cfg = {"MODEL": {"NUM_CLASSES": 10}, "MVIT": {"DEPTH": 4, "REV": {"ENABLE": True}}}
     >>> config = RevMViTConfig.from_slowfast(cfg)
     >>> config.num_classes, config.depth, config.embed_dim

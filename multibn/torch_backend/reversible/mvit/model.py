@@ -43,7 +43,7 @@ class ReversibleMViT(ReversibleSequence):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend.reversible import ReversibleMViT, RevMViTConfig
+    >>> from multibn.torch.reversible import ReversibleMViT, RevMViTConfig
     >>> config = RevMViTConfig(
     ...     patch_2d=True, patch_kernel=(8, 8), patch_stride=(8, 8), patch_padding=(0, 0),
     ...     num_frames=1, crop_size=32, embed_dim=16, depth=2,
@@ -168,7 +168,7 @@ class RevMViT(nn.Module):
     Examples
     --------
     >>> import torch
-    >>> from multibn.torch_backend.reversible import RevMViT, RevMViTConfig
+    >>> from multibn.torch.reversible import RevMViT, RevMViTConfig
     >>> config = RevMViTConfig(
     ...     patch_2d=True, patch_kernel=(8, 8), patch_stride=(8, 8), patch_padding=(0, 0),
     ...     num_frames=1, crop_size=32, embed_dim=16, depth=2, num_classes=10,
