@@ -60,9 +60,9 @@ def _public(module: str) -> list[str]:
         require.need(*needs)
         return list(names)
     require.need(*PACKAGES[module])
-    names = tuple(_exported(_import(module)))
-    assert names, f"{module} exports nothing: does its __init__.py still say `name as name`?"
-    return list(names)
+    exported = _exported(_import(module))
+    assert exported, f"{module} exports nothing: does its file still say `name as name`?"
+    return exported
 
 
 def _anchors(page: Path) -> set[str]:
