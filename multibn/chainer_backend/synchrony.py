@@ -24,7 +24,7 @@ def check_sync(
 ) -> None:
     """Raise on all ranks unless they hold the same model, bit for bit, with the same options.
 
-    Collective: every rank must call it, with two small allreduces if all models are equal.
+    Collective: every rank must call it, with three small allreduces if all models are equal.
     Call it before saving, or once an epoch: it copies the model to host memory.
 
     Parameters

@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from multibn import _version, message
-from multibn.communicators.base import gather
-from multibn.communicators.lines import FIRST_MESSAGES, HostArray, Lines
+from multibn.communicators.base import Forwarding, gather
+from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 from multibn.communicators.people import by_answer, fail, for_people
+from multibn.communicators.watch import ALIKE
 
 
 class Built:
@@ -107,15 +108,12 @@ def agree(
 
     Collective where the layer has not compared itself for messages of this length.
     """
-    try:
-        known = _known.setdefault(communicator if lines is None else lines, Known())
-    except TypeError:  # no hash, or no weak references: each layer compares for itself
-        known = layer.own_known
+    known = _known_of(communicator, lines, layer.own_known)
     # The conversations of a function last as long as a call.
     names = known.names if layer.built is None else layer.names.setdefault(known, {})
     key = layer.name, length
     if key not in names:
-        name = _compare(layer, communicator, lines, length, call)
+        name = _compare(layer, communicator, lines, length, call, known)
         known.count += 1
         # About a step's messages: these have long arrived, so that the host waits for none. Not
         # fewer than 8, for a layer that is called several times in a row.
@@ -125,7 +123,59 @@ def agree(
     return names[key], known
 
 
-def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, call: object) -> str:
+def _known_of(communicator: Any, lines: Lines | None, otherwise: Known) -> Known:
+    try:
+        return _known.setdefault(communicator if lines is None else lines, Known())
+    except TypeError:  # no hash, or no weak references: each layer compares for itself
+        return otherwise
+
+
+def meet(
+    communicator: Any,
+    kind: str,
+    facts: str = "",
+    *,
+    text: str = "",
+    mark: float = 0.0,
+    known: Known | None = None,
+) -> tuple[bool, float]:
+    """Whether all ranks bring equal facts to messages of one kind, and the sum of their marks.
+
+    Raises on all ranks if some are in messages of another kind, a layer's for example: without
+    lines these would meet in the transport, and so all are as long as the longest that the ranks
+    have agreed on. `text` says to people where this rank is. Collective: one allreduce.
+    """
+    bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
+    if bare.size == 1:
+        return True, mark
+    lines = bare.lines if isinstance(bare, LineCommunicator) else None
+    known = known or _known_of(bare, lines, Known())
+    v = message.fingerprint(kind + facts)
+    numbers: HostArray = np.zeros(4 if lines is not None else max(known.longest, 4))
+    numbers[-4:] = mark, 0.0, v, v * v  # a layer that refuses its input has NaN where 0 stands
+    summed = bare.allreduce(numbers) if lines is not None else _sum(numbers, bare)
+    if message.all_equal(summed[-2], summed[-1], bare.size):
+        return True, float(summed[-4])
+    if message.is_refusal(summed, 2):
+        fail(
+            RuntimeError,
+            f"rank {bare.rank} cannot go on, in {text or kind}: another rank is in a layer, and "
+            "has refused its input. The error raised there says why.",
+        )
+    check_kind(bare, kind, text or kind)
+    return False, 0.0
+
+
+def check_kind(communicator: Any, kind: str, text: str) -> None:
+    """Raise on all ranks if their messages, which differ, are not of one kind. Collective."""
+    kinds, texts = zip(*gather((kind, text), communicator), strict=True)
+    if len({*kinds}) > 1:
+        fail(RuntimeError, f"the ranks are in different places: {by_answer(texts)}. {ALIKE}")
+
+
+def _compare(
+    layer: Any, communicator: Any, lines: Lines | None, length: int, call: object, known: Known
+) -> str:
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     # Ranks without lines may be threads of one process, which count each other's layers.
     built = layer.built if lines is not None else None
@@ -133,16 +183,15 @@ def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, ca
     options = layer.texts()
     options["channels"] = f"{width} channels"
     facts = f"{_version.__version__} {layer.name} {length} {built} {sorted(options.items())}"
-    v = message.fingerprint(facts)
-    numbers: HostArray = np.array([v, v * v])
+    text = f"the first message of {call}"
     if lines is None:
-        summed = _sum(numbers, communicator)
+        is_alike, _ = meet(communicator, "first message", facts, text=text, known=known)
     else:
-        text = f"the first message of {call}"
+        v = message.fingerprint(facts)
+        numbers: HostArray = np.array([v, v * v])
         summed = lines.sum(numbers, "first message", text, number=FIRST_MESSAGES)
-    if message.all_equal(summed[0], summed[1], communicator.size):
-        return str(layer.name)
-    return explained(layer, communicator, built, options)
+        is_alike = message.all_equal(summed[0], summed[1], communicator.size)
+    return str(layer.name) if is_alike else explained(layer, communicator, built, options)
 
 
 def explained(layer: Any, communicator: Any, built: Built | None, options: dict[str, str]) -> str:

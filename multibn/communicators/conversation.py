@@ -18,12 +18,12 @@ from multibn import message
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import outcomes
-from multibn.communicators.agreement import Built, Known, agree, explained
+from multibn.communicators.agreement import Built, Known, agree, check_kind, explained
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.transports.pinned import begin_copy
-from multibn.communicators.watch import ALIKE
+from multibn.communicators.watch import ALIKE, alike
 from multibn.message import Message
 
 
@@ -247,7 +247,10 @@ class Phase(Forwarding):
             with on_device_of(like):
                 name, self._known = agree(layer, communicator, self._lines, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
-            self._place = f"{name} {self.name} {length}"
+            layer_name, _, number = name.rpartition(" ")
+            channels = message.num_channels(length)
+            which = f"{channels} channels, layer {number} by the first call"
+            self._place = f"{layer_name} {self.name}: {which}"
             facts = f"{self._place} {self.kind} {self.gradients}"
             if layer.built is None:  # each call of a function has options of its own
                 facts += f" {layer.texts()}"
@@ -329,11 +332,9 @@ class Phase(Forwarding):
                 f"function with other options, or alone with or without gradients. {ALIKE}",
             )
         layer = self.wrapped
-        width = f"{message.num_channels(self._num_numbers + self.num_lanes)} channels"
-        # Models may have layers of one name.
-        number_of_layer = self._place.rpartition(f" {self.name} ")[0].split()[-1]
-        which = f"layer {number_of_layer} by the first call"
-        facts = self.gradients, width, f"{width}, {which}"
+        check_kind(layer.wrapped, "layer", str(self))
+        which = self._place.rpartition(": ")[2]  # models may have layers of one name
+        facts = self.gradients, which.partition(",")[0], which
         calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
         answers = gather([f"{self._place} {self.kind}", *calls], layer.wrapped)
         places, texts, gradients, *others = zip(*answers, strict=True)
@@ -346,4 +347,4 @@ class Phase(Forwarding):
                 "or on none, and freeze the same layers on all of them.",
             )
         texts = next(each for each in (texts, *others) if len({*each}) > 1)
-        fail(RuntimeError, f"the ranks are in different places: {by_answer(texts)}. {ALIKE}")
+        fail(RuntimeError, f"the ranks are in different places: {by_answer(texts)}. {alike(texts)}")

@@ -5,9 +5,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from multibn import message
+from multibn.communicators.agreement import meet
 from multibn.communicators.base import identity
 from multibn.communicators.lines import HostArray
 from multibn.communicators.people import fail, for_people
@@ -101,16 +100,14 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     Without this, the gradient of the input is NaN on all ranks, and nobody is told where NaN came
     in. Collective, and no message of a layer: for debugging, on all ranks or on none.
     """
-    bare = communicator
-    while hasattr(bare, "wrapped"):
-        bare = bare.wrapped
-    marks = bare.allreduce(np.array([message.mark(bare.rank) if has_nan else 0.0])).tolist()
-    if any(marks):
+    where = f"the gradient of the output of {name_of(communicator)}"
+    own = message.mark(communicator.rank) if has_nan else 0.0
+    _, mark = meet(communicator, "find_nan", text=f"the search for NaN in {where}", mark=own)
+    if mark:
         fail(
             FloatingPointError,
-            f"the gradient of the output of {name_of(communicator)} has NaN on "
-            f"{_senders(marks, bare.size)}. Look for their origin in the layers after, and in the "
-            "loss.",
+            f"{where} has NaN on {_senders([mark], communicator.size)}. Look for their origin in "
+            "the layers after, and in the loss.",
         )
 
 

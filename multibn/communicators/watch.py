@@ -2,15 +2,17 @@
 
 A rank that has waited for half a second tells the others in which call it waits, and reads their
 notices. Two ranks that wait in different calls, or for a rank that has left, will never meet: that
-is an error at once. Nothing is sent while all ranks come in time.
+is an error at once. After 20 s a rank says on stderr for whom it waits. Nothing is sent while all
+ranks come in time.
 """
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakSet
@@ -21,6 +23,7 @@ from multibn.communicators.waits import Done
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
+SILENT = 20.0  # seconds of waiting before a rank says a word on stderr
 _SEARCH = 0.5  # seconds to find out which rank was lost; another rank may have seen its end
 _NAMED = 8  # ranks in an error
 _LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
@@ -30,11 +33,22 @@ ALIKE = (
     "All ranks must run the same layers in the same order, with the same dtype, and none may "
     "evaluate while others train."
 )
+# The same for ranks of which some compute the gradients of one layer and some of another.
+LEFT_OUT = (
+    "All ranks must run the same layers in the same order, backward, too: where the loss of a rank "
+    "leaves a layer out, add 0 * unused.sum() to that loss, with `unused` the layer's output, or "
+    "call the layer with an empty batch, layer(x[:0]).sum()."
+)
 _BEGIN_ANEW = (
     "Begin anew on all ranks: start the program again, or, over torch.distributed and in a "
     "notebook, call destroy_process_group() and init_process_group() with a new store, for example "
     "init_method='file://' and the path of a new file; over MPI, give the layers comm.Dup()."
 )
+
+
+def alike(texts: Iterable[str]) -> str:
+    """The end of an error about ranks in different places, of which `texts` tell people."""
+    return LEFT_OUT if all("(backward, " in text for text in texts) else ALIKE
 
 
 class Notice(NamedTuple):
@@ -189,6 +203,7 @@ class Watch:
 
     def _wait_long(self, done: Done, place: str, text: str) -> None:
         deadline = time.monotonic() + max(self.timeout - PATIENCE, 0.0)
+        word_at = deadline - self.timeout + SILENT
         self._publish("waits", place, text)
         pause = _FIRST_LOOK
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
@@ -197,6 +212,10 @@ class Watch:
                 self._check_before_meeting(self._before, text)
             if time.monotonic() >= deadline:
                 self._miss(notices, text)
+            if time.monotonic() >= word_at:
+                word_at = math.inf
+                waited = self._waited(SILENT, notices, text)
+                announce(f"{waited}; an error follows after {self.timeout:g} s.")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Notice]:
@@ -237,12 +256,17 @@ class Watch:
         self._check_for_end(text, notices)
         elsewhere = {r: n for r, n in notices.items() if n.place != place}
         if elsewhere:
-            named = list(elsewhere.items())[:_NAMED]
-            others = "; ".join(f"rank {r} is in {n.text}" for r, n in named)
+            named = [(self.rank, place, text)]
+            named += [(r, n.place, n.text) for r, n in list(elsewhere.items())[:_NAMED]]
+            # Layers of one name: the place says more.
+            more = any(n.text == text for n in elsewhere.values())
+            each = "; ".join(
+                f"rank {r} is in {its_text}" + f", {its_place.rpartition(': ')[2]}" * more
+                for r, its_place, its_text in named
+            )
             self._fail(
                 RuntimeError,
-                f"the ranks are in different places: rank {self.rank} is in {text}; {others}. "
-                f"{ALIKE}",
+                f"the ranks are in different places: {each}. {alike(t for _, _, t in named)}",
             )
         self._check_other_groups(text, notices)
         return notices
@@ -298,20 +322,29 @@ class Watch:
         )
 
     def _miss(self, notices: dict[int, Notice], text: str) -> NoReturn:
-        absent = [r for r in range(self.size) if r != self.rank and r not in notices]
-        if not absent:
+        if not self._absent(notices):
             self._fail(
                 TimeoutError,
-                f"rank {self.rank} has waited {self.timeout:g} s in {text}, where all ranks are: "
-                "the transport has not delivered, perhaps because the store of torch.distributed "
-                f"has keys of an earlier process group. {_BEGIN_ANEW}",
+                f"{self._waited(self.timeout, notices, text)}: the transport has not delivered, "
+                "perhaps because the store of torch.distributed has keys of an earlier process "
+                f"group. {_BEGIN_ANEW}",
             )
         self._fail(
             TimeoutError,
-            f"rank {self.rank} has waited {self.timeout:g} s in {text} for rank(s) "
-            f"{_some(absent)}: {self._describe(text, absent)}. Find out what keeps it (a model in "
-            "eval(), which sends no messages?), or allow for more time: MULTIBN_TIMEOUT.",
+            f"{self._waited(self.timeout, notices, text)}. Find out what keeps it (a model in "
+            "eval(), or one that was not converted there, sends no messages), or call model.eval() "
+            f"on rank {self.rank} if that rank validates alone, or allow for more time: "
+            "MULTIBN_TIMEOUT.",
         )
+
+    def _waited(self, seconds: float, notices: dict[int, Notice], text: str) -> str:
+        waited = f"rank {self.rank} has waited {seconds:g} s in {text}"
+        if absent := self._absent(notices):
+            return f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}"
+        return f"{waited}, where all ranks are"
+
+    def _absent(self, notices: dict[int, Notice]) -> list[int]:
+        return [r for r in range(self.size) if r != self.rank and r not in notices]
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
         gone, lost = [error.rank] if isinstance(error, RankLostError) else [], list[int]()
@@ -344,6 +377,7 @@ class Watch:
         self, kind: type[Exception], message: str, cause: BaseException | None = None
     ) -> NoReturn:
         self._note_failure(message)
+        self.failure = f"{message} {_BEGIN_ANEW}"  # for who has caught the error
         raise kind(message) from cause
 
     def _note_failure(self, message: str) -> None:

@@ -12,10 +12,11 @@ from multibn._arrays import to_host
 from multibn._environment import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
-from multibn.communicators.agreement import look_at_unread
+from multibn.communicators.agreement import look_at_unread, meet
 from multibn.communicators.base import gather
 from multibn.communicators.lookup import default_group
 
+_STATISTICS = "running_", "avg_"  # the beginnings of their names
 _AT_MOST = 8  # names, arrays or ranks that an error message lists
 
 
@@ -56,7 +57,7 @@ def check_equal(
 ) -> None:
     """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
-    Compares 128-bit digests of copies in host memory. Collective: two small allreduces for any
+    Compares 128-bit digests of copies in host memory. Collective: three small allreduces for any
     number of equal arrays. If arrays differ, more allreduces describe the difference, one for each
     array that differs, of its size.
 
@@ -75,6 +76,7 @@ def check_equal(
     ]
     copies = [np.zeros(0) if a is None else to_host(a) for a in map(arrays.get, names)]
     digests = [_digest(a.tobytes()) for a in copies]
+    meet(communicator, "check_sync")
     mine = [_digest("\n".join(texts).encode()) for texts in (described, digests)]
     built, held = zip(*gather(mine, communicator), strict=True)
     if len({*built}) > 1:
@@ -118,6 +120,14 @@ def _how_different(
     """Which arrays differ from rank 0's, where, and by how much. Collective."""
     by_rank = gather(digests, communicator)
     differing = [i for i, texts in enumerate(zip(*by_rank, strict=True)) if len({*texts}) > 1]
+    now = gather([_digest(copies[i].tobytes()) for i in differing], communicator)
+    if all(each == now[0] for each in now):
+        return (
+            f"{len(differing)} of {len(names)} arrays have changed during the comparison, and are "
+            f"now the same on all ranks: {_shortened([names[i] for i in differing])}. The ranks "
+            "share the model's memory, as those of torch.multiprocessing.spawn do that were handed "
+            "one model: build or copy (copy.deepcopy) the model in each process."
+        )
     distances = gather([_distance(copies[i], communicator) for i in differing], communicator)
     lines = []
     for number, i in enumerate(differing):
@@ -127,10 +137,18 @@ def _how_different(
             if texts[i] != by_rank[0][i]
         ]
         lines.append(f"{names[i]} by up to {_shortened(far)}")
+    statistics = {name for name in names if name.rpartition(".")[2].startswith(_STATISTICS)}
+    cause = ""
+    if statistics and statistics.isdisjoint(names[i] for i in differing):
+        cause = (
+            "Running statistics agree: gradients are not averaged (DistributedDataParallel, "
+            "average_gradients, or ChainerMN's multi-node optimizer does that), or the models "
+            "began with other numbers. "
+        )
     return (
         f"{len(differing)} of {len(names)} arrays are not the same on all {communicator.size} "
-        f"ranks. They differ from rank 0's: {_shortened(lines, '; ')}. Broadcast them from one "
-        "rank, or leave out by `ignore` what is each rank's own."
+        f"ranks. They differ from rank 0's: {_shortened(lines, '; ')}. {cause}Broadcast them "
+        "from one rank, or leave out by `ignore` what is each rank's own."
     )
 
 

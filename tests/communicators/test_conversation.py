@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, message
+from multibn.communicators.agreement import meet
 from multibn.communicators.conversation import Conversation, Phase
+from multibn.communicators.outcomes import raise_for_nan_gradients
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.statistics import Moments, aggregate
 from multibn.engine.synchrony import check_equal
@@ -85,7 +87,7 @@ def test_unlike_channels_are_named_before_messages_of_unlike_sizes(ones: Any) ->
     [
         (lambda x: None, "got None on"),
         (lambda x: (2 * x).tolist(), "got ["),
-        (lambda x: (2 * x).astype("float32"), ", dtype=float32) on"),
+        (lambda x: (2 * x).astype("float32"), "dtype=float32) on"),
         (lambda x: 2 * x[1:], "got array(["),
         (lambda x: x.copy(), "got array(["),  # a mean, for example
     ],
@@ -100,6 +102,65 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
     assert error.startswith("`allreduce` of SimpleNamespace must return the sum over 2 ranks, an")
     assert found in error
     assert error.endswith(" on rank 0. Correct this method.")
+
+
+class _Own:
+    """A user's own class, whose transport refuses messages of unlike lengths."""
+
+    def __init__(self, world: ThreadCommunicator) -> None:
+        self.rank, self.size, self.world = world.rank, world.size, world
+
+    def allreduce(self, x: Any, /) -> Any:
+        assert len({shape for shape, _ in self.world._exchange((x.shape, x.dtype))}) == 1
+        return self.world.allreduce(x)
+
+    def split(self, color: int, key: int = 0) -> Any:
+        return self
+
+
+@pytest.mark.parametrize(
+    "other, named",
+    [
+        (lambda own: meet(own, "average_gradients", "a"), "average_gradients"),
+        (lambda own: raise_for_nan_gradients(own, True), "the search for NaN in the gradient"),
+        (lambda own: check_equal({"w": np.ones(1)}, own), "check_sync"),
+        (lambda own: _phase(own, "new").allreduce(np.ones(4)), "the first message of new"),
+        (lambda own: _phase(own, "new").allreduce(np.ones(40)), "the first message of new"),
+    ],
+)
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_unlike_messages_meet_in_an_error_over_a_users_own_class(
+    other: Callable[[Any], Any], named: str, num_layers: int
+) -> None:
+    def work(world: ThreadCommunicator) -> None:
+        own: Any = _Own(world)
+        phases = [_phase(own, f"bn{n}") for n in range(num_layers)]
+        for n, phase in enumerate(phases):
+            phase.allreduce(np.ones(LENGTH + 2 * n))
+        if world.rank:
+            other(own)
+        phases[0].allreduce(np.ones(LENGTH))
+
+    for error in _errors(2, work):
+        assert isinstance(error, RuntimeError)
+        assert "the ranks are in different places: rank(s) [0] in bn0 (forward," in str(error)
+        assert f"rank(s) [1] in {named}" in str(error)
+
+
+def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
+    def work(world: ThreadCommunicator) -> str:
+        own: Any = _Own(world)
+        phase = _phase(own, "bn")
+        phase.allreduce(np.ones(LENGTH))
+        if world.rank:
+            with pytest.raises(RuntimeError) as raised:
+                meet(own, "average_gradients")
+            return str(raised.value)
+        phase.allreduce(np.full(LENGTH, np.nan))  # the rank that refuses raises by itself
+        return ""
+
+    error = run_ranks(2, work)[1]
+    assert error.startswith("rank 1 cannot go on, in average_gradients: another rank is in a layer")
 
 
 def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None:

@@ -123,7 +123,8 @@ def test_ranks_in_different_places_are_named_at_once(capfd: pytest.CaptureFixtur
             failed.format(*places),
             f"rank {1 - rank} has failed: {failed.format(*reversed(places))}",
         )
-        assert later == f"rank {rank} cannot communicate any more, at b (forward): {first}"
+        dead = f"rank {rank} cannot communicate any more, at b (forward): {first} Begin anew on all"
+        assert later.startswith(dead)
         assert f"multibn: {first}\n" in printed
 
 
@@ -202,10 +203,61 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
     assert re.fullmatch(
         r"rank 0 has waited 0\.7 s in layer1\.0\.bn1 \(forward, float32, call 7\) for rank\(s\) "
         rf"\[1\]: rank 1 \(machine \S+, pid {other.pid}\) {state}, last seen \d\.\d s ago in the "
-        r"start\. Find out what keeps it \(a model in eval\(\), which sends no messages\?\), or "
-        r"allow for more time: MULTIBN_TIMEOUT\.",
+        r"start\. Find out what keeps it \(a model in eval\(\), or one that was not converted "
+        r"there, sends no messages\), or call model\.eval\(\) on rank 0 if that rank validates "
+        r"alone, or allow for more time: MULTIBN_TIMEOUT\.",
         str(error),
     )
+
+
+def test_who_waits_says_one_word_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("multibn.communicators.watch.SILENT", 0.6)
+    watch = Watch(0, 2)
+    watch.timeout = 0.9
+    for call in (1, 2):
+        error = str(_says(watch.wait, _begin, "a", f"bn (forward, float32, call {call})"))
+        watch.failure = None  # another wait of its own
+        said, last = capfd.readouterr().err.splitlines()
+        begin = (
+            f"multibn: rank 0 has waited 0.6 s in bn (forward, float32, call {call}) for rank(s)"
+        )
+        assert said.startswith(f"{begin} [1]: no rank was heard of before, last seen ")
+        assert said.endswith(" ago in the start; an error follows after 0.9 s.")
+        assert last == f"multibn: {error}"
+
+
+@pytest.mark.parametrize(
+    "texts, end",
+    [
+        (["a (backward, float32, call 1)", "b (backward, float32, call 1)"], "layer(x[:0]).sum()."),
+        (["a (backward, float32, call 1)", "a (forward, float32, call 2)"], ALIKE),
+    ],
+)
+def test_a_loss_that_leaves_a_layer_out_is_named_as_the_cause(texts: list[str], end: str) -> None:
+    notices: dict[int, Notice] = {}
+
+    def wait(world: ThreadCommunicator) -> str:
+        watch, text = _introduced(world, notices), texts[world.rank]
+        return str(_says(watch.wait, _begin, text, text))
+
+    assert all(error.endswith(end) for error in run_ranks(2, wait))
+
+
+def test_layers_of_one_name_and_unlike_widths_are_told_apart() -> None:
+    notices: dict[int, Notice] = {}
+
+    def wait(world: ThreadCommunicator) -> str:
+        watch, which = _introduced(world, notices), f"{8 * (world.rank + 1)} channels, layer 1"
+        return str(_says(watch.wait, _begin, f"1 forward: {which}", "layer 1 (forward, call 2)"))
+
+    for error in run_ranks(2, wait):
+        for rank in (0, 1):
+            place = (
+                f"rank {rank} is in layer 1 (forward, call 2), {8 * (rank + 1)} channels, layer 1"
+            )
+            assert place in error
 
 
 def test_a_message_that_all_ranks_wait_for_is_the_transports_fault() -> None:

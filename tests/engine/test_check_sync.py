@@ -1,5 +1,6 @@
 """The comparison of ranks' arrays, over ranks as threads."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
+from multibn.engine import synchrony
 from multibn.engine.synchrony import check_equal, largest_group
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
@@ -16,7 +18,7 @@ def _arrays(rank: int) -> dict[str, Any]:
     return {f"{i:02}": rng.normal(size=(3, i)) for i in range(12)}
 
 
-def test_equal_arrays_take_two_small_collectives() -> None:
+def test_equal_arrays_take_three_small_collectives() -> None:
     def counts(world: Communicator) -> list[int]:
         counting = CountingCommunicator(world)
         check_equal(_arrays(world.rank), counting)
@@ -24,7 +26,7 @@ def test_equal_arrays_take_two_small_collectives() -> None:
         check_equal({}, counting)
         return counting.take()
 
-    assert run_ranks(3, counts) == [[3, 3 * 72] * 3] * 3  # of each rank, 72 letters
+    assert run_ranks(3, counts) == [[4, 3, 3 * 72] * 3] * 3  # of each rank, 72 letters
 
 
 def test_every_rank_says_the_same_and_not_too_much() -> None:
@@ -44,6 +46,46 @@ def test_every_rank_says_the_same_and_not_too_much() -> None:
     assert messages[0].startswith("11 of 12 arrays are not the same on all 3 ranks.")
     assert "01 by up to 0.25 on rank 1, 0.5 on rank 2; 02 by" in messages[0]
     assert "08 by up to 0.25 on rank 1, 0.5 on rank 2 and more. Broadcast them" in messages[0]
+
+
+def _says(arrays: Any) -> str:
+    """What `check_equal` says on both ranks of the `arrays` of each."""
+
+    def message(world: Communicator) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            check_equal(arrays(world.rank), world)
+        return str(caught.value)
+
+    first, second = run_ranks(2, message)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("statistics", ["bn.running_mean", "bn.avg_mean"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_parameters_alone_that_differ_tell_of_gradients(statistics: str, which: int) -> None:
+    def arrays(rank: int) -> dict[str, Any]:
+        return {statistics: np.full(1, rank * which), "weight": np.full(1, rank)}
+
+    said = (
+        "Running statistics agree: gradients are not averaged (DistributedDataParallel, average_g"
+    )
+    assert (said in _says(arrays)) is (which == 0)
+    assert said not in _says(lambda rank: {"weight": np.full(1, rank)})
+
+
+def test_ranks_that_share_the_memory_of_a_model_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank reads the memory twice; meanwhile another one has written to it."""
+    read = threading.local()
+
+    def digest(content: bytes) -> str:
+        read.times = getattr(read, "times", 0) + 1
+        return f"{content!r} of {threading.get_ident() if read.times == 1 else 0}"
+
+    monkeypatch.setattr(synchrony, "_digest", digest)
+    said = _says(lambda rank: {"weight": np.zeros(2)})
+    assert "1 of 1 arrays have changed during the comparison, and are now the same on all" in said
+    assert "build or copy (copy.deepcopy) the model in each process." in said
 
 
 def test_complex_numbers_are_compared_and_patterns_ignored() -> None:

@@ -84,6 +84,10 @@ def forward(
         return functional.forward(*arguments, weighting=weighting)
     if not compiling:
         functional.check_input(i.x, num_channels)
+        try:
+            functional.check_options(i)
+        except ValueError as error:  # of a layer with data, whose other ranks may have some
+            functional.refuse(error, i.x, num_channels, communicator)
     y, *numbers = torch.ops.multibn.forward(*_spread(i), num_channels, id(communicator), weighting)
     batch = BatchStatistics(*numbers)
     count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()

@@ -278,6 +278,7 @@ def check_options(i: Input) -> None:
                 f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input, "
                 f"in floating point: got {tuple(p.shape)} in {p.dtype}."
             )
+    parts = [("weight", i.weight), ("bias", i.bias), ("residual", residual)]
     if type(running) is Running:
         size, sizes = math.prod(shape), (running.mean.numel(), running.var.numel())
         if sizes != (size, size):
@@ -285,12 +286,16 @@ def check_options(i: Input) -> None:
                 f"`running_mean` and `running_var` must have {size} numbers each, one for each "
                 f"channel of the input: got {sizes[0]} and {sizes[1]}."
             )
+        parts += [("running_mean", running.mean), ("running_var", running.var)]
     if residual is not None:
         check_dense("`residual`", residual)
         check_residual(residual, x, Tensor, "a torch.Tensor")
-        if residual.device != x.device:
+    device = x.device
+    for name, p in parts:
+        if p is not None and p.device != device:
             raise ValueError(
-                f"`residual` must be on the device of the input, {x.device}: got {residual.device}."
+                f"`{name}` must be on the device of the input, {device}: got {p.device}. Call "
+                "`to` on the input or on the model."
             )
 
 

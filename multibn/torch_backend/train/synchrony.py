@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -13,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from multibn import message
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
+from multibn.communicators.agreement import meet
 from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
@@ -45,7 +44,7 @@ def check_sync(
     After data-parallel training every rank should have the same parameters and, if the layers share
     batch statistics, the same buffers. Call this function before saving, or once an epoch: it
     copies the model to host memory.
-    Collective: every rank must call it, with two small allreduces if all models are equal.
+    Collective: every rank must call it, with three small allreduces if all models are equal.
 
     Parameters
     ----------
@@ -156,7 +155,7 @@ def average_gradients(
     Does the work of DistributedDataParallel over any communicator, for example MPI without
     torch.distributed. Call it between backward() and the optimizer's step.
     Collective: every rank must call it, with the same parameters; one allreduce for each dtype
-    and device, and one of two numbers, by which ranks with other parameters are told.
+    and device, and one small one, by which ranks with other parameters are told.
 
     Parameters
     ----------
@@ -207,9 +206,8 @@ def average_gradients(
     communicator = participants(model, process_group)
     dtypes = [getattr(p, "grad_dtype", None) or p.dtype for p in parameters]
     told = [(*p.shape, dtype, p.requires_grad) for p, dtype in zip(parameters, dtypes, strict=True)]
-    v = message.fingerprint(repr(told))
-    total, squares = communicator.allreduce(np.array([v, v * v]))
-    if not message.all_equal(total, squares, communicator.size):
+    is_alike, _ = meet(communicator, "average_gradients", repr(told))
+    if not is_alike:
         raise RuntimeError(
             "`parameters` must be the same on all ranks, in one order, and the same ones must need "
             f"gradients: got others on some rank than on rank {communicator.rank}. Build and "
