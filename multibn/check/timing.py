@@ -42,7 +42,8 @@ def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = Fals
         import torch
         import torch.distributed as dist
 
-        numbers = torch.zeros(len(sent), dtype=torch.float64)
+        device = "cuda" if on_gpu else "cpu"
+        numbers = torch.zeros(len(sent), dtype=torch.float64, device=device)
         if dist.is_initialized():
             bare = lambda: dist.all_reduce(numbers)  # noqa: E731
 

@@ -237,7 +237,7 @@ def _unpickled(path: Path) -> tuple[Any, dict[int, int]]:
         own: list[Any] = []
 
         def keep(storage: Any, _: str) -> Any:
-            own.append(torch.tensor((), dtype=torch.uint8).set_(storage))
+            own.append(torch.tensor((), dtype=torch.uint8, device="cpu").set_(storage))
             if not is_zip:  # numbers come last there, of those storages that a list names
                 own[-1].fill_(byte)
             return storage

@@ -34,8 +34,8 @@ class Converted(NamedTuple):
     >>> state, notes = chainer_to_torch({"avg_mean": np.zeros(3), "avg_var": np.ones(3)})
     >>> list(state)
     ['running_mean', 'running_var', 'num_batches_tracked']
-    >>> print(notes[0].partition(":")[0])
-    eps and momentum (Chainer's 1 - decay) are not in the file
+    >>> print(notes[0].partition(",")[0])
+    give the layers the eps and momentum of the source
     """
 
     state: dict[str, Any]

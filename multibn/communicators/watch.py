@@ -344,7 +344,11 @@ class Watch:
         return f"{waited}, where all ranks are"
 
     def _absent(self, notices: dict[int, Notice]) -> list[int]:
-        return [r for r in range(self.size) if r != self.rank and r not in notices]
+        here = {self.rank, *notices}
+        if self._before and not self._peers:  # the group has no board of its own so far
+            met = {m for m, n in self._before.board.read().items() if n.place == self._key}
+            here |= {r for r, member in enumerate(self._members) if member in met}
+        return [r for r in range(self.size) if r not in here]
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
         gone, lost = [error.rank] if isinstance(error, RankLostError) else [], list[int]()

@@ -345,15 +345,21 @@ def check_new_groups_in_opposite_orders_are_told_at_once(world: Communicator) ->
 @only(sizes=(2, 3, 4))
 def check_messages_of_unlike_widths_are_told_apart(world: Communicator) -> None:
     """Their lines are others: the lines find two ranks that wait in different places."""
-    communicator = fresh(world)
-    narrow, wide = _phase(communicator, "narrow"), _phase(communicator, "wide")
-    for _ in range(2):
-        for phase, C in ((narrow, 40), (wide, 60)):
-            np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
-    with pytest.raises(RuntimeError, match=r"different places: .* in (narrow|wide) .*call 3"):
-        narrow.allreduce(np.ones(82)) if world.rank == 0 else wide.allreduce(np.ones(122))
-    world.allreduce(np.ones(1))
-    communicator.lines.abandon()
+    which = r"(?=.*, 40 channels, layer 1 by the first call)(?=.*, 60 channels, layer 2 by)"
+    for names, told in (
+        (("narrow", "wide"), ".* in (narrow|wide) .*call 3"),
+        (("bn", "bn"), which),
+    ):
+        communicator = fresh(world)
+        narrow, wide = (_phase(communicator, name) for name in names)
+        for _ in range(2):
+            for phase, C in ((narrow, 40), (wide, 60)):
+                np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
+        for said in (f"different places: {told}", "cannot communicate any more.* Begin anew on al"):
+            with pytest.raises(RuntimeError, match=said):
+                narrow.allreduce(np.ones(82)) if world.rank == 0 else wide.allreduce(np.ones(122))
+        world.allreduce(np.ones(1))
+        communicator.lines.abandon()
 
 
 def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:

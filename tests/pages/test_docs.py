@@ -143,7 +143,7 @@ def _with_references(name: str, module: ModuleType) -> str:
     names = [name]
     while names:
         name = names.pop()
-        around = importlib.import_module(module.__name__.rpartition(".")[0])
+        around = importlib.import_module(module.__name__.rpartition(".")[0] or "multibn")
         value = getattr(module, name, getattr(around, name, None))
         if name in texts or value is None:
             continue

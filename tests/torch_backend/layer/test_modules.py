@@ -256,6 +256,23 @@ def test_a_residual_that_does_not_fit_is_an_error_on_all(
         SyncBatchNorm(3).eval()(x, residual)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var", "the input"])
+def test_what_is_on_another_device_is_refused_on_all(name: str) -> None:
+    def call(wrong: bool, group: Any) -> None:
+        x, layer = torch.randn(4, 3), SyncBatchNorm(3, process_group=group)
+        if wrong and name == "the input":
+            x = x.to("meta")
+        elif wrong:
+            part = getattr(layer, name).to("meta")
+            setattr(layer, name, nn.Parameter(part) if "running" not in name else part)
+        layer(x)
+
+    told = "`weight` must be on the device of the input, meta: got cpu. Call `to` on the input or "
+    if name != "the input":
+        told = f"`{name}` must be on the device of the input, cpu: got meta"
+    errors_of_rank_0(call, ValueError, told)
+
+
 def test_a_residual_alone_may_need_second_derivatives() -> None:
     x, residual = torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)
     y = SyncBatchNorm(3, affine=False, fuse_relu=True)(x, residual)

@@ -134,7 +134,7 @@ def check_torchs_own_join_is_refused(world: Communicator) -> None:
     """torch's join would abort the process: an error on every rank, and the ranks go on in step."""
     model = DistributedDataParallel(convert_sync_batchnorm(_Net()))
     for options, message in (
-        ({}, r"over 2 ranks\. Use multibn\.torch_backend\.join, or join\("),
+        ({}, r"over 2 ranks\. Use multibn\.torch\.join, or join\("),
         ({"throw_on_early_termination": True}, "exhausted"),
     ):
         with pytest.raises(RuntimeError, match=message), model.join(**options):

@@ -203,9 +203,7 @@ def test_a_model_is_compiled_again_for_steps_once_only() -> None:
 
 def test_a_model_without_layers_of_this_package_is_refused() -> None:
     with (
-        pytest.raises(
-            ValueError, match=r"must have a layer of multibn\.torch_backend: got none in"
-        ),
+        pytest.raises(ValueError, match=r"must have a layer of multibn\.torch: got none in"),
         step_statistics(nn.BatchNorm1d(4)),
     ):
         pass
