@@ -7,8 +7,8 @@ Communicators are handles: a deep copy is the same handle, and a pickle records 
 processes again, which happens at the first use. Importing this package imports no framework.
 """
 
-from multibn.communicators.base import Communicator as Communicator
-from multibn.communicators.base import SingleProcess as SingleProcess
+from multibn.communicators.communicator import Communicator as Communicator
+from multibn.communicators.communicator import SingleProcess as SingleProcess
 from multibn.communicators.lookup import CommunicatorLike as CommunicatorLike
 from multibn.communicators.lookup import DefaultCommunicator as DefaultCommunicator
 from multibn.communicators.lookup import Group as Group

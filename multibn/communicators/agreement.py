@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from multibn import _version, message
-from multibn.communicators.base import Forwarding, gather
+from multibn.communicators.communicator import Forwarding, gather
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.watch import ALIKE

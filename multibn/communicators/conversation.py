@@ -19,7 +19,7 @@ from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of
 from multibn._typing import Array
 from multibn.communicators import outcomes
 from multibn.communicators.agreement import Built, Known, agree, check_kind, explained
-from multibn.communicators.base import Communicator, Forwarding, SingleProcess, gather
+from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.transports.pinned import begin_copy

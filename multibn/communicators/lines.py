@@ -20,7 +20,7 @@ import numpy as np
 
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
-from multibn.communicators.base import Handle, gather
+from multibn.communicators.communicator import Handle, gather
 from multibn.communicators.people import announce_end, uncaught
 from multibn.communicators.waits import Done, in_turn
 from multibn.communicators.watch import Board, Meeting, Watch

@@ -9,7 +9,7 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from multibn._environment import launched_processes, this_machine
-from multibn.communicators.base import (
+from multibn.communicators.communicator import (
     Communicator,
     Forwarding,
     Handle,

@@ -7,7 +7,7 @@ from typing import Any
 
 from multibn import message
 from multibn.communicators.agreement import meet
-from multibn.communicators.base import identity
+from multibn.communicators.communicator import identity
 from multibn.communicators.lines import HostArray
 from multibn.communicators.people import fail, for_people
 

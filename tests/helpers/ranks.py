@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from multibn._typing import Array
-from multibn.communicators.base import Communicator
+from multibn.communicators.communicator import Communicator
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 
 T = TypeVar("T")

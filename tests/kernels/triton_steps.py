@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multibn import kernels
 from multibn.communicators import outcomes
 from multibn.communicators.agreement import look_at_unread
-from multibn.communicators.base import Handle
+from multibn.communicators.communicator import Handle
 from multibn.communicators.conversation import Phase
 from multibn.kernels import Input, Running, cuda, generic
 from multibn.message import LARGEST

@@ -18,7 +18,7 @@ from torch import nn
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.base import gather
+from multibn.communicators.communicator import gather
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 from tests.soak.held import Held, base_store
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.worker import Measured
 from multibn.communicators import Communicator
-from multibn.communicators.base import gather
+from multibn.communicators.communicator import gather
 from multibn.torch_backend import SyncBatchNorm
 from tests.soak.deeds import WIDTHS, deeds_of, hold
 from tests.soak.held import Held

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
-from multibn.communicators.base import SingleProcess
+from multibn.communicators.communicator import SingleProcess
 from multibn.communicators.lines import (
     HostArray,
     LineCommunicator,

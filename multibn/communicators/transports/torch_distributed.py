@@ -11,7 +11,7 @@ import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
-from multibn.communicators.base import SingleProcess, gather, is_outsiders_marker
+from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.lines import (
     LARGE,
     HostArray,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.base import identity
+from multibn.communicators.communicator import identity
 from multibn.communicators.conversation import Conversation
 
 # Private parts of DDP, the same in torch 2.10 to 2.13. If one is missing, DDP stays as it is.
