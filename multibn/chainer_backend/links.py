@@ -19,7 +19,7 @@ from multibn.chainer_backend.functions import masked
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.people import find_path
+from multibn.communicators.diagnostics import find_module_path
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import step
 from multibn.engine.population import Pool
@@ -353,7 +353,7 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
 
 def _name(link: chainer.Link | None) -> str:
     """The link's name in the model whose forward pass is running."""
-    path = find_path(link, chainer.Link, lambda model: model.namedlinks(skipself=True))
+    path = find_module_path(link, chainer.Link, lambda model: model.namedlinks(skipself=True))
     return path.strip("/").replace("/", ".") or type(link).__qualname__
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from multibn import _version, message
 from multibn.communicators.communicator import Forwarding, gather
+from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
-from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.watch import ALIKE
 
 
@@ -157,7 +157,7 @@ def meet(
     if message.all_equal(summed[-2], summed[-1], bare.size):
         return True, float(summed[-4])
     if message.is_refusal(summed, 2):
-        fail(
+        log_and_raise(
             RuntimeError,
             f"rank {bare.rank} cannot go on, in {text or kind}: another rank is in a layer, and "
             "has refused its input. The error raised there says why.",
@@ -170,7 +170,9 @@ def check_kind(communicator: Any, kind: str, text: str) -> None:
     """Raise on all ranks if their messages, which differ, are not of one kind. Collective."""
     kinds, texts = zip(*gather((kind, text), communicator), strict=True)
     if len({*kinds}) > 1:
-        fail(RuntimeError, f"the ranks are in different places: {by_answer(texts)}. {ALIKE}")
+        log_and_raise(
+            RuntimeError, f"the ranks are in different places: {group_ranks_by(texts)}. {ALIKE}"
+        )
 
 
 def _compare(
@@ -199,18 +201,18 @@ def explained(layer: Any, communicator: Any, built: Built | None, options: dict[
     facts = _version.__version__, layer.name, f"{built} of {Built.num_layers}", options
     versions, names, built_as, all_options = zip(*gather(facts, communicator), strict=True)
     if len(set(versions)) > 1:
-        fail(
+        log_and_raise(
             RuntimeError,
             "the ranks must run the same version of multibn: "
-            f"{by_answer(versions)}. Install one version everywhere.",
+            f"{group_ranks_by(versions)}. Install one version everywhere.",
         )
     shortest = min(names, key=len)
     # One rank may have the model inside another module.
     if not all(name == shortest or name.endswith("." + shortest) for name in names):
-        fail(
+        log_and_raise(
             RuntimeError,
             "the ranks are in different places: "
-            f"{by_answer(map(for_people, names))}. All ranks must run the same layers in "
+            f"{group_ranks_by(map(display_name, names))}. All ranks must run the same layers in "
             "the same order.",
         )
     # A rank that refuses its arguments names none.
@@ -221,19 +223,20 @@ def explained(layer: Any, communicator: Any, built: Built | None, options: dict[
     ]
     if differing:
         answers = (", ".join(each.get(v, f"no {v}") for v in differing) for each in all_options)
-        fail(
+        log_and_raise(
             ValueError,
-            f"the ranks have built {for_people(shortest)} differently: {by_answer(answers)}. Build "
-            "the same model on all ranks.",
+            f"the ranks have built {display_name(shortest)} differently: "
+            f"{group_ranks_by(answers)}. Build the same model on all ranks.",
         )
     if built is not None and len(set(built_as)) > 1:
         places = gather(built.place(), communicator)
         if any(place != places[0] for place in places):
-            fail(
+            log_and_raise(
                 RuntimeError,
-                f"the ranks are in different models, at {for_people(shortest)}: "
-                f"{by_answer(built_as)}. All ranks must build the same models in the same order, "
-                "and call them in the same order. Build a model that one rank alone needs after "
+                f"the ranks are in different models, at {display_name(shortest)}: "
+                f"{group_ranks_by(built_as)}. All ranks must build the same models in the "
+                "same order, and call them in the same order. Build a model that one rank alone "
+                "needs after "
                 "the others, or copy it from one of them by copy.deepcopy.",
             )
     return str(shortest)
@@ -245,7 +248,7 @@ def _sum(numbers: HostArray, communicator: Any) -> HostArray:
     summed: Any = communicator.allreduce(numbers)
     like = [(type(a), getattr(a, "dtype", None), np.shape(a)) for a in (numbers, summed)]
     if like[0] != like[1] or summed.tolist() == own:
-        fail(
+        log_and_raise(
             TypeError,
             f"`allreduce` of {type(communicator).__qualname__} must return the sum over "
             f"{communicator.size} ranks, an array like its argument, {numbers!r}: got {summed!r} "

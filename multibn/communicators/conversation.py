@@ -20,8 +20,8 @@ from multibn._typing import Array
 from multibn.communicators import outcomes
 from multibn.communicators.agreement import Built, Known, agree, check_kind, explained
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
+from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
-from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.communicators.watch import ALIKE, alike
 from multibn.message import Message
@@ -219,7 +219,7 @@ class Phase(Forwarding):
 
     def _call(self, number: int) -> str:
         """A call of the layer, for people."""
-        return f"{for_people(self.wrapped.name)} ({self.name}, {self.kind}, call {number})"
+        return f"{display_name(self.wrapped.name)} ({self.name}, {self.kind}, call {number})"
 
     def _agree(self, n: int, like: Any = None) -> None:
         """Learn that all ranks are in a layer like this one; collective where that is not known.
@@ -325,7 +325,7 @@ class Phase(Forwarding):
     def _raise_for_places(self, number: int) -> NoReturn:
         """Ask each other where the ranks are, and raise on all of them. Collective."""
         if number:  # the ranks have gone on since, and may be in the same layer again
-            fail(
+            log_and_raise(
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {self._call(number)}, on "
                 f"rank {self.rank}: another rank was in another layer, in another dtype, in a "
@@ -340,11 +340,15 @@ class Phase(Forwarding):
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
             explained(layer, layer.wrapped, None, layer.texts())
-            fail(
+            log_and_raise(
                 RuntimeError,
-                f"the ranks differ in whether a backward pass may follow: {by_answer(gradients)}. "
+                f"the ranks differ in whether a backward pass may follow: "
+                f"{group_ranks_by(gradients)}. "
                 "Those with gradients would wait for the others: compute gradients on all ranks "
                 "or on none, and freeze the same layers on all of them.",
             )
         texts = next(each for each in (texts, *others) if len({*each}) > 1)
-        fail(RuntimeError, f"the ranks are in different places: {by_answer(texts)}. {alike(texts)}")
+        log_and_raise(
+            RuntimeError,
+            f"the ranks are in different places: {group_ranks_by(texts)}. {alike(texts)}",
+        )

@@ -21,7 +21,7 @@ import numpy as np
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
 from multibn.communicators.communicator import Handle, gather
-from multibn.communicators.people import announce_end, uncaught
+from multibn.communicators.diagnostics import log_last_error, uncaught
 from multibn.communicators.waits import Done, in_turn
 from multibn.communicators.watch import Board, Meeting, Watch
 
@@ -246,7 +246,7 @@ after_fork(_after_fork)
 
 def _leave() -> None:
     """At exit: no rank may be left to wait for this process."""
-    announce_end()
+    log_last_error()
     every = list(_all_lines)
     error = uncaught()
     failed = error is not None or any(lines.watch.failure for lines in every)

@@ -18,7 +18,7 @@ from multibn.communicators.communicator import (
     identity,
     is_outsiders_marker,
 )
-from multibn.communicators.people import warn_if_launched
+from multibn.communicators.diagnostics import warn_if_launched
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

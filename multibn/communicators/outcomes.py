@@ -8,8 +8,8 @@ from typing import Any
 from multibn import message
 from multibn.communicators.agreement import meet
 from multibn.communicators.communicator import identity
+from multibn.communicators.diagnostics import display_name, log_and_raise
 from multibn.communicators.lines import HostArray
-from multibn.communicators.people import fail, for_people
 
 
 def layer_of(communicator: Any) -> Any:
@@ -22,7 +22,7 @@ def layer_of(communicator: Any) -> Any:
 def name_of(communicator: Any, /) -> str:
     """The name of the layer that uses the communicator, for people."""
     layer = layer_of(communicator)
-    return "a layer" if layer is None else for_people(layer.name)
+    return "a layer" if layer is None else display_name(layer.name)
 
 
 def skips(communicator: Any, dtype: Any, /) -> bool:
@@ -49,7 +49,7 @@ def judge(communicator: Any, dtype: Any, summed: HostArray, /, earlier: object =
     marks = message.marks(summed)
     where = _senders(marks, communicator.size)
     if message.is_refusal(summed):
-        fail(
+        log_and_raise(
             RuntimeError,
             f"rank {communicator.rank} cannot go on: the input of {name} was refused on {where}. "
             "The error raised there says why.",
@@ -57,7 +57,7 @@ def judge(communicator: Any, dtype: Any, summed: HostArray, /, earlier: object =
     if not marks:
         return
     if not skips(communicator, dtype):
-        fail(
+        log_and_raise(
             FloatingPointError,
             f"the batch statistics of {name} are not finite: the input has NaN, infinity or too "
             f"large values on {where}. Look for their origin in the layers before.",
@@ -104,7 +104,7 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     own = message.mark(communicator.rank) if has_nan else 0.0
     _, mark = meet(communicator, "find_nan", text=f"the search for NaN in {where}", mark=own)
     if mark:
-        fail(
+        log_and_raise(
             FloatingPointError,
             f"{where} has NaN on {_senders([mark], communicator.size)}. Look for their origin in "
             "the layers after, and in the loss.",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
-from multibn.communicators.people import announce
+from multibn.communicators.diagnostics import log_to_stderr
 from multibn.communicators.waits import Done
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -215,7 +215,7 @@ class Watch:
             if time.monotonic() >= word_at:
                 word_at = math.inf
                 waited = self._waited(SILENT, notices, text)
-                announce(f"{waited}; an error follows after {self.timeout:g} s.")
+                log_to_stderr(f"{waited}; an error follows after {self.timeout:g} s.")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Notice]:
@@ -387,7 +387,7 @@ class Watch:
     def _note_failure(self, message: str) -> None:
         self.failure = message
         # Before all else: a launcher that sees one process end stops the others at once.
-        announce(message)
+        log_to_stderr(message)
         self._publish("failed", "", message)
 
     def _describe(self, text: str, ranks: list[int], how: str = "") -> str:

@@ -27,7 +27,7 @@ from multibn import kernels, message
 from multibn._arrays import array_namespace, device, to_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, conversation, outcomes
-from multibn.communicators.people import announce
+from multibn.communicators.diagnostics import log_to_stderr
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import Input, generic
@@ -198,7 +198,7 @@ def refuse(
     if communicator.size == 1:
         return
     if error is not None:
-        announce(str(error))
+        log_to_stderr(str(error))
     xp = array_namespace(like)
     wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     shape = (message.forward_payload(num_channels),)

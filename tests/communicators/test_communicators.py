@@ -35,7 +35,7 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASK
 def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in _SIZES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("multibn.communicators.people._has_warned", False)
+    monkeypatch.setattr("multibn.communicators.diagnostics._has_warned", False)
     default = DefaultCommunicator()
     for quiet in (None, "1", "many"):
         if quiet:

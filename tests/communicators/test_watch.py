@@ -411,9 +411,9 @@ def test_the_line_that_matters_is_the_first_and_the_last() -> None:
     """Also where a trainer has raised its own error from ours; once where the program goes on."""
     program = (
         "import atexit\n"
-        "from multibn.communicators.people import announce_end, fail\n"
-        "atexit.register(announce_end)\n"
-        "try:\n    fail(TimeoutError, 'rank 1 is late')\n"
+        "from multibn.communicators.diagnostics import log_last_error, log_and_raise\n"
+        "atexit.register(log_last_error)\n"
+        "try:\n    log_and_raise(TimeoutError, 'rank 1 is late')\n"
         "except TimeoutError as error:\n    {then}\n"
     )
     for then, last in (

@@ -10,6 +10,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from multibn.communicators.communicator import SingleProcess
+from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.lines import (
     HostArray,
     LineCommunicator,
@@ -18,7 +19,6 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.people import warn_if_launched
 from multibn.communicators.waits import Done, poll
 from multibn.communicators.watch import Board, Notice
 

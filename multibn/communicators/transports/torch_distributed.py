@@ -12,6 +12,7 @@ from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
+from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.lines import (
     LARGE,
     HostArray,
@@ -21,7 +22,6 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
-from multibn.communicators.people import warn_if_launched
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import Meetings, StoreBoard, meet

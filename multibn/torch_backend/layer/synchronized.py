@@ -12,7 +12,7 @@ from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, chec
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.people import find_path
+from multibn.communicators.diagnostics import find_module_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
 from multibn.kernels import Running
@@ -129,7 +129,7 @@ def _name(layer: nn.Module | None) -> str:
     """The layer's name in the state dict of the model whose forward pass is running."""
     if layer is None:
         return "a layer"
-    path = find_path(layer, nn.Module, lambda model: model.named_modules())
+    path = find_module_path(layer, nn.Module, lambda model: model.named_modules())
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
     steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
     return ".".join(steps) or type(layer).__qualname__

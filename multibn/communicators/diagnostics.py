@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from multibn._environment import launched_processes
 
 
-def find_path(
+def find_module_path(
     part: object, kind: type, named_parts: Callable[[Any], Iterable[tuple[str, object]]], /
 ) -> str:
     """The path of `part` in the outermost model of a `kind` whose methods are running now.
@@ -31,12 +31,12 @@ def find_path(
     return ""
 
 
-def for_people(name: str) -> str:
+def display_name(name: str) -> str:
     """A layer's name, which in an nn.Sequential is a bare number, read as a layer's."""
     return f"layer {name}" if name[:1].isdigit() else name
 
 
-def by_answer(answers: Iterable[str]) -> str:
+def group_ranks_by(answers: Iterable[str]) -> str:
     """Which ranks have given which answer, for people."""
     ranks: dict[str, list[int]] = {}
     for rank, answer in enumerate(answers):
@@ -64,23 +64,23 @@ def warn_if_launched(why: str, fix: str) -> None:
 _announced: set[str] = set()
 
 
-def fail(kind: type[Exception], message: str) -> NoReturn:
+def log_and_raise(kind: type[Exception], message: str) -> NoReturn:
     """Raise an error that tells a person about the ranks, with its message as a line on stderr.
 
     The traceback may be long, and stand among those of other ranks. So the message is also the
     first line that a rank prints, and, where the error ends the program, the last one.
     """
-    announce(message)
+    log_to_stderr(message)
     raise kind(message)
 
 
-def announce(message: str) -> None:
+def log_to_stderr(message: str) -> None:
     """Print a line that begins with "multibn: "."""
     _announced.add(message)
     _print(message)
 
 
-def announce_end() -> None:
+def log_last_error() -> None:
     """Print an announced message again, if its error ends the program."""
     error = uncaught()
     while error is not None and str(error) not in _announced:
