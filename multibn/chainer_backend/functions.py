@@ -13,7 +13,7 @@ from multibn._arrays import array_namespace
 from multibn._typing import Array, Weighting, check_residual
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import during
-from multibn.communicators.outcomes import raise_for_nan_gradients
+from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input

@@ -17,7 +17,7 @@ import numpy as np
 from multibn import message
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
-from multibn.communicators import outcomes
+from multibn.communicators import nonfinite
 from multibn.communicators.agreement import Built, Known, agree, check_kind, explained
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
@@ -35,7 +35,7 @@ class Conversation(Forwarding):
     None for a function.
     """
 
-    silent_since: object = None  # what another layer has told, see `outcomes`
+    silent_since: object = None  # what another layer has told, see `nonfinite`
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class Phase(Forwarding):
         if self._summed_prints.tolist() != self._fingerprints:
             self.check(self._buffer)
         if is_for_us and self.name == "forward":
-            outcomes.judge(self, self.dtype, payload)
+            nonfinite.raise_if_nonfinite(self, self.dtype, payload)
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:
@@ -316,7 +316,7 @@ class Phase(Forwarding):
         is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
         if number and self.name == "forward":
             payload = summed[-self._num_numbers - self.num_lanes : -self.num_lanes]
-            outcomes.judge(self, self.dtype, payload, earlier=self._call(number))
+            nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=self._call(number))
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from multibn._arrays import array_namespace, values
 from multibn._typing import Array
-from multibn.communicators.outcomes import layer_of
+from multibn.communicators.nonfinite import layer_of
 from multibn.engine import masks
 from multibn.engine.recompute import Taping
 from multibn.engine.statistics import BatchStatistics, sizes

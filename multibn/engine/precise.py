@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from multibn._arrays import array_namespace, device, is_on_host
 from multibn._typing import Array
 from multibn.communicators import Communicator
-from multibn.communicators.outcomes import layer_of
+from multibn.communicators.nonfinite import layer_of
 from multibn.engine.lockstep import END, Lockstep
 from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.recompute import Taping, is_recording

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from multibn import kernels, message
 from multibn._arrays import array_namespace, device, to_host, values
 from multibn._typing import Array, Weighting
-from multibn.communicators import Communicator, conversation, outcomes
+from multibn.communicators import Communicator, conversation, nonfinite
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
@@ -176,7 +176,7 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
     """
     if state in (REFUSED, NOT_FINITE):
         sums = to_host(values(summed))  # several under vmap, of this process alone
-        outcomes.judge(communicator, x.dtype, sums.reshape(-1, sums.shape[-1]).max(0))
+        nonfinite.raise_if_nonfinite(communicator, x.dtype, sums.reshape(-1, sums.shape[-1]).max(0))
         return
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from multibn._typing import check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.conversation import during
-from multibn.communicators.outcomes import skips
+from multibn.communicators.nonfinite import skips
 from multibn.engine.population import Pool, PopulationEstimator, running_variance
 from multibn.engine.precise import Estimate, Pass, Population, input_of
 from multibn.engine.statistics import aggregate, local_moments

@@ -21,7 +21,7 @@ _arrays checkpoint.files
 message communicators.communicator communicators.diagnostics communicators.waits
 checkpoint communicators.watch
 communicators.lines
-communicators.agreement communicators.outcomes communicators.transports
+communicators.agreement communicators.nonfinite communicators.transports
 communicators.lookup communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core
 kernels.triton.steps

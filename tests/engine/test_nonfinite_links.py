@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from multibn.communicators import outcomes
+from multibn.communicators import nonfinite
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
@@ -68,7 +68,7 @@ def test_nonfinite_says_whether_a_link_skips_or_raises() -> None:
     converted: Any = create_mnbn_model(model, SingleProcess(), nonfinite="skip")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "overflow|invalid value", RuntimeWarning)
-        outcomes._told = outcomes._NOBODY
+        nonfinite._told = nonfinite._NOBODY
         with pytest.warns(RuntimeWarning, match="rank 0 of 1 has skipped a batch in layer 0.0,"):
             assert np.isnan(converted(x).array).all()
         raising = MultiNodeBatchNormalization(3, SingleProcess(), nonfinite="raise")

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multibn import kernels
-from multibn.communicators import outcomes
+from multibn.communicators import nonfinite
 from multibn.communicators.agreement import look_at_unread
 from multibn.communicators.communicator import Handle
 from multibn.communicators.conversation import Phase
@@ -111,7 +111,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(generic, "is_on_host", lambda a: False)
         monkeypatch.setattr(Phase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
-    outcomes._told = outcomes._NOBODY
+    nonfinite._told = nonfinite._NOBODY
     chosen = generic if generic_too else cuda
     monkeypatch.setattr(kernels, "select", lambda x, *others: chosen)
     layers = [SyncBatchNorm(300, momentum=momentum, process_group=Twice()) for _ in range(2)]

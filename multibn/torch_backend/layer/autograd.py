@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from multibn import kernels
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, conversation
-from multibn.communicators.outcomes import raise_for_nan_gradients
+from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, recompute, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from multibn import SingleProcess
-from multibn.communicators import Communicator, outcomes
+from multibn.communicators import Communicator, nonfinite
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 from tests.harness.runs import on, only
 
@@ -72,7 +72,7 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
     for compiled in (False, True):
         found = []
         for sees in (True, False):
-            outcomes._told = outcomes._NOBODY
+            nonfinite._told = nonfinite._NOBODY
             model: Any = convert_sync_batchnorm(_network().float(), world)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -110,7 +110,7 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
 def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(
     world: Communicator,
 ) -> None:
-    outcomes._told = outcomes._NOBODY
+    nonfinite._told = nonfinite._NOBODY
     x, infinite = torch.randn(4, 3), torch.full((4, 3), torch.inf)
     bad, beside_none = (infinite,) * 2 if world.rank == 0 else (x, x[:0])
     layers = [SyncBatchNorm(3, process_group=world, nonfinite="skip") for _ in range(2)]

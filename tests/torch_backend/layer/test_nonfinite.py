@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from multibn import SingleProcess
-from multibn.communicators import outcomes
+from multibn.communicators import nonfinite as nonfinite_batches
 from tests.helpers import require
 from tests.helpers.ranks import run_ranks
 
@@ -32,7 +32,7 @@ from multibn.torch_backend import (  # noqa: E402
 @pytest.fixture(autouse=True)
 def nobody_has_told() -> None:
     """As in a new step: a layer warns unless it may have its NaN from the one that warned last."""
-    outcomes._told = outcomes._NOBODY
+    nonfinite_batches._told = nonfinite_batches._NOBODY
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
     large = SyncBatchNorm(64, nonfinite="skip")  # by threads
     for layer, x in ((parts, bad()), (large, bad(torch.float32, 8, 64, 56, 56))):
         before = state(layer)
-        outcomes._told = outcomes._NOBODY
+        nonfinite_batches._told = nonfinite_batches._NOBODY
         with pytest.warns(RuntimeWarning, match="has skipped"):
             assert layer(x).isnan().all()
         assert_same(state(layer), before)
@@ -125,7 +125,7 @@ def test_dtype_and_nonfinite_say_whether_a_layer_skips(
             with pytest.raises(FloatingPointError, match="are not finite"):
                 function(bad(dtype))
         else:
-            outcomes._told = outcomes._NOBODY
+            nonfinite_batches._told = nonfinite_batches._NOBODY
             with pytest.warns(RuntimeWarning, match="has skipped"):
                 assert function(bad(dtype)).isnan().all()
     assert_same(state(layer), before)

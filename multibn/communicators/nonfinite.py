@@ -40,7 +40,9 @@ _NOBODY: tuple[Callable[[], Any], int] = (lambda: None), 0
 _told = _NOBODY
 
 
-def judge(communicator: Any, dtype: Any, summed: HostArray, /, earlier: object = None) -> None:
+def raise_if_nonfinite(
+    communicator: Any, dtype: Any, summed: HostArray, /, earlier: object = None
+) -> None:
     """Raise for a sum of payloads with which the ranks cannot go on, perhaps of an `earlier` call.
 
     Returns where the sum is finite, and where the batch is to be skipped.
