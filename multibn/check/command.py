@@ -19,7 +19,7 @@ from multibn.check import timing
 from multibn.check.timing import Step, message_steps, take_turns, training_step
 from multibn.communicators import Communicator
 from multibn.communicators.communicator import gather
-from multibn.communicators.lookup import launched_processes
+from multibn.communicators.resolve import launched_processes
 from multibn.communicators.watch import check_timeout
 from multibn.parity import worker
 

@@ -9,7 +9,7 @@ processes again, which happens at the first use. Importing this package imports 
 
 from multibn.communicators.communicator import Communicator as Communicator
 from multibn.communicators.communicator import SingleProcess as SingleProcess
-from multibn.communicators.lookup import CommunicatorLike as CommunicatorLike
-from multibn.communicators.lookup import DefaultCommunicator as DefaultCommunicator
-from multibn.communicators.lookup import Group as Group
-from multibn.communicators.lookup import as_communicator as as_communicator
+from multibn.communicators.resolve import CommunicatorLike as CommunicatorLike
+from multibn.communicators.resolve import DefaultCommunicator as DefaultCommunicator
+from multibn.communicators.resolve import Group as Group
+from multibn.communicators.resolve import as_communicator as as_communicator

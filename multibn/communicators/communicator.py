@@ -64,7 +64,7 @@ class Handle:
     Attributes
     ----------
     find_default
-        By which a pickle of torch's default process group finds it again; lookup.py sets this.
+        By which a pickle of torch's default process group finds it again; resolve.py sets this.
     ends_with_torchs
         Whether the processes are found anew once torch has another default process group.
     """

@@ -14,7 +14,7 @@ from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
 from multibn.communicators.agreement import look_at_unread, meet
 from multibn.communicators.communicator import gather
-from multibn.communicators.lookup import default_group
+from multibn.communicators.resolve import default_group
 
 _STATISTICS = "running_", "avg_"  # the beginnings of their names
 _AT_MOST = 8  # names, arrays or ranks that an error message lists

@@ -22,7 +22,7 @@ message communicators.communicator communicators.diagnostics communicators.waits
 checkpoint communicators.watch
 communicators.lines
 communicators.agreement communicators.nonfinite communicators.transports
-communicators.lookup communicators.conversation
+communicators.resolve communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core
 kernels.triton.steps
 kernels.generic kernels.triton

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multibn import Group, as_communicator
-from multibn.communicators import Communicator, lookup
+from multibn.communicators import Communicator, resolve
 from multibn.parity import oracle
 from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
@@ -57,8 +57,8 @@ def _mates(world: Communicator, k: int) -> range:
 def machines(world: Communicator, ranks_in_each: int) -> Iterator[None]:
     """Let the ranks be on machines with so many ranks each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "this_machine", lambda: f"machine {world.rank // ranks_in_each}")
-        patch.setattr(lookup, "_resolved", {})
+        patch.setattr(resolve, "this_machine", lambda: f"machine {world.rank // ranks_in_each}")
+        patch.setattr(resolve, "_resolved", {})
         yield
 
 
@@ -88,7 +88,7 @@ def check_groups_conform(world: Communicator) -> None:
 def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
     """After own lists, a list of some ranks is known on the others, too, which do not wait."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "_resolved", {})
+        patch.setattr(resolve, "_resolved", {})
         mine = list(_mates(world, 2))
         members = _members(world, Group(world, mine))
         first = Group(world, [0, 1])
@@ -100,7 +100,7 @@ def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
         # Rank 0's list names rank 1, whose list does not name rank 0.
         own = [0, 1] if world.rank == 0 else [1, 2] if world.rank in (1, 2) else [3]
         message = r"all ranks of a list must pass this list: .* of rank\(s\) \[0\] of "
-        patch.setattr(lookup, "_resolved", {})
+        patch.setattr(resolve, "_resolved", {})
         with pytest.raises(ValueError, match=message):
             assert Group(world, own).size
     assert members == mine

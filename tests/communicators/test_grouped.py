@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from multibn import CommunicatorLike, Group, SingleProcess, as_communicator
-from multibn.communicators import lookup
+from multibn.communicators import resolve
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -37,14 +37,14 @@ LAYERS: list[tuple[Any, Any, list[tuple[int, ...]]]] = [
 
 @pytest.fixture(autouse=True)
 def _forget_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "_resolved", {})
+    monkeypatch.setattr(resolve, "_resolved", {})
 
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Where each rank, a thread, says on which machine it is."""
     here = threading.local()
-    monkeypatch.setattr(lookup, "this_machine", lambda: here.name)
+    monkeypatch.setattr(resolve, "this_machine", lambda: here.name)
     return here
 
 
@@ -55,7 +55,7 @@ def test_groups_of_others_outlive_the_default_group(monkeypatch: pytest.MonkeyPa
         group = Group(communicator, 2)
         assert group.size == 2
         if communicator.rank == 0:
-            monkeypatch.setattr(lookup, "default_group", lambda: SingleProcess)
+            monkeypatch.setattr(resolve, "default_group", lambda: SingleProcess)
             assert group.size == 2
 
     run_ranks(4, work)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.lookup import DefaultCommunicator
+from multibn.communicators.resolve import DefaultCommunicator
 from multibn.communicators.transports.torch_distributed import restore
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
