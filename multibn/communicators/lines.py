@@ -22,7 +22,7 @@ from multibn._arrays import from_host, to_host
 from multibn._typing import Array
 from multibn.communicators.communicator import Handle, gather
 from multibn.communicators.diagnostics import log_last_error, uncaught
-from multibn.communicators.waits import Done, in_turn
+from multibn.communicators.polling import Poll, chain
 from multibn.communicators.watch import Board, Meeting, Watch
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
@@ -36,7 +36,7 @@ LARGE = -2  # carries arrays that are too large for the first
 class Line(Protocol):
     """A way for messages between all ranks; one message at a time."""
 
-    def begin(self, a: HostArray) -> Done:
+    def begin(self, a: HostArray) -> Poll:
         """Begin to sum `a` over the ranks, in place."""
 
 
@@ -50,8 +50,8 @@ class Transport(ABC):
     most_bytes = math.inf  # of an array that is not `LARGE`
 
     @abstractmethod
-    def open_line(self, number: int, buffer: HostArray | None) -> Generator[Done, None, Line]:
-        """Open a line, in steps as `in_turn` takes.
+    def open_line(self, number: int, buffer: HostArray | None) -> Generator[Poll, None, Line]:
+        """Open a line, in steps as `chain` takes.
 
         Collective: all ranks open the same lines in the same order.
 
@@ -84,7 +84,7 @@ class Lines:
         self.watch = Watch(self.rank, self.size, transport.known)
         self._open: dict[int, Line] = {}
         # By the length of messages: their memory, and what begins to sum what stands there.
-        self._buffers: dict[int, tuple[HostArray, Callable[[], Done]]] = {}
+        self._buffers: dict[int, tuple[HostArray, Callable[[], Poll]]] = {}
         _all_lines.add(self)
 
     @property
@@ -100,11 +100,11 @@ class Lines:
             line = self._open.get(number) or self._opened(number, None, text)
             begin = partial(line.begin, total)
             if a.nbytes > self.transport.most_bytes:
-                begin = partial(in_turn, self._sum_large(total))
+                begin = partial(chain, self._sum_large(total))
             self.watch.wait(begin, place, text)
         return total
 
-    def _sum_large(self, a: HostArray) -> Iterator[Done]:
+    def _sum_large(self, a: HostArray) -> Iterator[Poll]:
         """Sum in place, and open the line before, in the same wait.
 
         A rank that opens the line alone, which takes no other rank where an engine is connected,
@@ -165,7 +165,7 @@ class Lines:
         steps = self.transport.open_line(number, buffer)
         self.watch.board = self.transport.board
         self.watch.look(f"open {number}", str(text))  # connecting to a rank that failed takes long
-        self.watch.wait(lambda: in_turn(steps, opened.append), f"open {number}", text)
+        self.watch.wait(lambda: chain(steps, opened.append), f"open {number}", text)
         self.watch.board = self.transport.board
         (line,) = opened
         self._open[number] = line

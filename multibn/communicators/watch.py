@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
 from multibn.communicators.diagnostics import log_to_stderr
-from multibn.communicators.waits import Done
+from multibn.communicators.polling import Poll
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
@@ -142,7 +142,7 @@ class Watch:
             self._key, self._members = told[0][0], self._peers
         _watches.add(self)
 
-    def wait(self, begin: Callable[[], Done], place: str, text: object) -> None:
+    def wait(self, begin: Callable[[], Poll], place: str, text: object) -> None:
         """Begin a collective, and return when it is done.
 
         `place` is equal on ranks that will meet; `str(text)`, the same for people, is computed only
@@ -201,7 +201,7 @@ class Watch:
             members = dict.fromkeys(map(str, self._members), 0)
             self._before.board.publish(Notice(state, 0, self._key, text, members))
 
-    def _wait_long(self, done: Done, place: str, text: str) -> None:
+    def _wait_long(self, done: Poll, place: str, text: str) -> None:
         deadline = time.monotonic() + max(self.timeout - PATIENCE, 0.0)
         word_at = deadline - self.timeout + SILENT
         self._publish("waits", place, text)

@@ -18,7 +18,7 @@ FLOORS = """
 _typing _version _environment registry
 options
 _arrays checkpoint.files
-message communicators.communicator communicators.diagnostics communicators.waits
+message communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watch
 communicators.lines
 communicators.agreement communicators.nonfinite communicators.transports

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.waits import poll
+from multibn.communicators.polling import poll
 from tests.helpers import require
 
 SHAPES = [(), (1,), (7,), (2, 3), (0,)]

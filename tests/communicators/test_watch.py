@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from multibn.communicators.waits import poll
+from multibn.communicators.polling import poll
 from multibn.communicators.watch import (
     ALIKE,
     Meeting,

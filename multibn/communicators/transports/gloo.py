@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from multibn import message
 from multibn.communicators.lines import HostArray, Line
-from multibn.communicators.waits import Done, in_turn, never, poll
+from multibn.communicators.polling import Poll, chain, never, poll
 from multibn.communicators.watch import check_timeout
 
 _ROOM = 516  # numbers of a message in its first part: the moments of 256 channels and fingerprints
@@ -28,7 +28,7 @@ _AFTER = 60.0  # seconds that gloo waits longer than multibn, which knows more w
 # The dtypes of NumPy that gloo can sum; other whole numbers travel as int64.
 _SUMMABLE = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
 
-Start: TypeAlias = Callable[[HostArray], Done]
+Start: TypeAlias = Callable[[HostArray], Poll]
 
 
 class EngineLine:
@@ -41,10 +41,10 @@ class EngineLine:
         self._number, self._size, self._start = number, size, start
         self._first = np.zeros(2 + _ROOM)
 
-    def begin(self, a: HostArray) -> Done:
-        return in_turn(self._parts(a))
+    def begin(self, a: HostArray) -> Poll:
+        return chain(self._parts(a))
 
-    def _parts(self, a: HostArray) -> Iterator[Done]:
+    def _parts(self, a: HostArray) -> Iterator[Poll]:
         kind = message.fingerprint(f"{self._number} {a.dtype} {a.shape}")
         flat, first = a.reshape(-1), self._first
         here = flat[: _ROOM if a.dtype == np.float64 else 0]
@@ -79,7 +79,7 @@ class Side:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def open_line(self, number: int) -> Generator[Done, None, Line]:
+    def open_line(self, number: int) -> Generator[Poll, None, Line]:
         """As `Transport.open_line`."""
         if self._thread is None:
             # Connecting waits for the other ranks without a deadline of multibn's.
@@ -110,7 +110,7 @@ class Side:
         except Exception as error:
             self._error = error
 
-    def _begin(self, a: HostArray) -> Done:
+    def _begin(self, a: HostArray) -> Poll:
         # Kept until the next message: to free memory of Python's, gloo's thread would need Python's
         # lock, perhaps while this thread waits for the end of that one.
         self._sent = torch.from_numpy(a)
@@ -137,7 +137,7 @@ class Side:
 def in_group(group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> Start:
     """Sums in the user's own group, over an engine that knows no arrays in host memory."""
 
-    def parts(a: HostArray) -> Iterator[Done]:
+    def parts(a: HostArray) -> Iterator[Poll]:
         host = torch.from_numpy(a)
         x = host.to(device)
         work: Any = dist.all_reduce(x, group=group(), async_op=True)
@@ -146,4 +146,4 @@ def in_group(group: Callable[[], dist.ProcessGroup | None], device: torch.device
         work.wait()
         host.copy_(x)
 
-    return lambda a: in_turn(parts(a))
+    return lambda a: chain(parts(a))

@@ -19,7 +19,7 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.waits import Done, poll
+from multibn.communicators.polling import Poll, poll
 from multibn.communicators.watch import Board, Notice
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class _Transport(Transport):
                 "srun --mpi=pmix",
             )
 
-    def open_line(self, number: int, buffer: HostArray | None) -> "Generator[Done, None, _Line]":
+    def open_line(self, number: int, buffer: HostArray | None) -> "Generator[Poll, None, _Line]":
         # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.
         source = self.duplicates[0] if self.duplicates else self._comm
         duplicate, request = source.Idup()
@@ -208,7 +208,7 @@ class _Line:
         self._in_place: Any = mpi.IN_PLACE
         self._offers = seconds_of_offers()
 
-    def begin(self, a: HostArray) -> Done:
+    def begin(self, a: HostArray) -> Poll:
         self._num_begun += 1
         if self._num_begun == _OFTEN and self._buffer is not None:
             self._keep_request(self._buffer)  # collective: all ranks have begun as many

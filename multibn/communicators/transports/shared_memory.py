@@ -24,7 +24,7 @@ import numpy as np
 from multibn import message
 from multibn._environment import pid_space, process_state
 from multibn.communicators.lines import HostArray, seconds_of_offers
-from multibn.communicators.waits import Done, never, poll
+from multibn.communicators.polling import Poll, never, poll
 from multibn.communicators.watch import RankLostError
 
 try:
@@ -58,7 +58,7 @@ class Machine:
 
     def open_line(
         self, number: int, buffer: HostArray | None
-    ) -> Generator[Done, None, "SharedLine | None"]:
+    ) -> Generator[Poll, None, "SharedLine | None"]:
         """As `Transport.open_line`; None if the ranks share no memory, or if that is full."""
         if not self._pids:
             yield from self._meet()
@@ -90,7 +90,7 @@ class Machine:
                 return RankLostError(rank)
         return None
 
-    def _meet(self) -> Iterator[Done]:
+    def _meet(self) -> Iterator[Poll]:
         """Ends when all ranks have met."""
         shares = why_not() is None
         with ExitStack() as stack:  # until all ranks have tried to open the memory
@@ -124,7 +124,7 @@ class Machine:
             self._gates = [gate.ctypes.data for gate in gates]
             self._used = gates.size
 
-    def _until(self, key: str) -> Done:
+    def _until(self, key: str) -> Poll:
         """Waits for a key of the store."""
         return partial(poll, lambda: self._store.check([key]), begun=time.monotonic(), longest=0.1)
 
@@ -223,7 +223,7 @@ class SharedLine:
         self._message: HostArray = np.empty(0)
         self._message_at = 0
 
-    def meet(self) -> Iterator[Done]:
+    def meet(self) -> Iterator[Poll]:
         """Ends when all ranks have opened the line of this number.
 
         The ranks of other lines have failed to meet, and notices will say where they are.
@@ -233,7 +233,7 @@ class SharedLine:
         while not message.all_equal(numbers[0], numbers[1], self._size):
             yield never
 
-    def begin(self, a: HostArray) -> Done:
+    def begin(self, a: HostArray) -> Poll:
         self._begun += 1
         self._waited = 0.0
         self._message = a

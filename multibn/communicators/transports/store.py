@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from multibn._environment import pid_space, process_start, process_state, seconds_since_boot
 from multibn.communicators.lines import after_fork
-from multibn.communicators.waits import Done, poll
+from multibn.communicators.polling import Poll, poll
 from multibn.communicators.watch import Notice
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
@@ -29,7 +29,7 @@ _WRITTEN = 2**24
 _COUNTER = "notices"
 
 
-def meet(store: dist.Store, rank: int, size: int) -> Generator[Done, None, dist.Store]:
+def meet(store: dist.Store, rank: int, size: int) -> Generator[Poll, None, dist.Store]:
     """Ends when all ranks have come; returns a part of the store that no other run has used.
 
     Rank 0 chooses the name of that part, and tells each process by a token that is this process's
@@ -60,7 +60,7 @@ def meet(store: dist.Store, rank: int, size: int) -> Generator[Done, None, dist.
     return run
 
 
-def until(store: dist.Store, key: str) -> Done:
+def until(store: dist.Store, key: str) -> Poll:
     """Waits for a key of the store."""
     return partial(poll, lambda: store.check([key]), begun=time.monotonic(), longest=0.1)
 

@@ -22,10 +22,10 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
+from multibn.communicators.polling import Poll
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import Meetings, StoreBoard, meet
-from multibn.communicators.waits import Done
 from multibn.communicators.watch import Meeting, Notice
 
 
@@ -208,7 +208,7 @@ class _Transport(Transport):
         self._machine: Machine | None = None
         self._side: Side | None = None
 
-    def open_line(self, number: int, buffer: HostArray | None) -> Generator[Done, None, Line]:
+    def open_line(self, number: int, buffer: HostArray | None) -> Generator[Poll, None, Line]:
         if self._machine is None or self._side is None:
             store = yield from meet(self._store, self.rank, self.size)
             self.board = StoreBoard(store, self.rank)

@@ -17,15 +17,15 @@ require.need("torch")
 import torch.distributed as dist  # noqa: E402
 
 from multibn.communicators.lines import Line  # noqa: E402
+from multibn.communicators.polling import chain  # noqa: E402
 from multibn.communicators.transports.gloo import Side  # noqa: E402
-from multibn.communicators.waits import in_turn  # noqa: E402
 
 SECONDS = 60.0
 
 
 def _opened(side: Side, number: int) -> Line:
     opened: list[Line] = []
-    assert in_turn(side.open_line(number), opened.append)(SECONDS)
+    assert chain(side.open_line(number), opened.append)(SECONDS)
     return opened[0]
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from multibn.communicators.lines import HostArray, seconds_of_offers
+from multibn.communicators.polling import chain
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machine
-from multibn.communicators.waits import in_turn
 from multibn.communicators.watch import RankLostError
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -34,7 +34,7 @@ if shared_memory.why_not() is not None:
 
 def _open(machine: Machine, number: int, buffer: HostArray | None = None) -> Any:
     opened: list[Any] = []
-    assert in_turn(machine.open_line(number, buffer), opened.append)(10.0)
+    assert chain(machine.open_line(number, buffer), opened.append)(10.0)
     return opened[0]
 
 
@@ -162,7 +162,7 @@ def test_no_line_is_opened_where_memory_cannot_be_shared(
 
 def test_ranks_that_open_different_lines_do_not_meet() -> None:
     def opened(machine: Machine) -> bool:
-        done = in_turn(machine.open_line(8 + machine.rank, np.zeros(16)))
+        done = chain(machine.open_line(8 + machine.rank, np.zeros(16)))
         return done(1.0) or done(0.1)
 
     assert _on_ranks(2, opened) == [False, False]

@@ -15,9 +15,9 @@ require.need("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from multibn.communicators.polling import chain  # noqa: E402
 from multibn.communicators.transports import shared_memory  # noqa: E402
 from multibn.communicators.transports.store import Meetings, StoreBoard, meet  # noqa: E402
-from multibn.communicators.waits import in_turn  # noqa: E402
 from multibn.communicators.watch import Notice  # noqa: E402
 
 SIZE = 64
@@ -89,7 +89,7 @@ def test_keys_of_one_run_are_of_no_other() -> None:
             for done in meetings:  # wait for those that are late
                 assert not done(0.0)
             steps = meet(store, rank, size)
-            meetings.append(in_turn(steps, functools.partial(found.__setitem__, rank)))
+            meetings.append(chain(steps, functools.partial(found.__setitem__, rank)))
         while len(found) < size:
             for done in meetings:
                 done(0.0)
@@ -100,7 +100,7 @@ def test_keys_of_one_run_are_of_no_other() -> None:
         for part in found.values():
             assert part.check(["all ranks", *[f"rank {r}" for r in range(size)]])
             part.set("a", "word of an earlier run")
-        unfinished = in_turn(meet(store, 1, 2))
+        unfinished = chain(meet(store, 1, 2))
         assert not unfinished(0.0)
 
 
@@ -172,7 +172,7 @@ def test_a_fork_has_a_messenger_of_its_own() -> None:
 def test_while_a_rank_is_late_the_others_ask_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "why_not", lambda: "none")
     asked = Counting()
-    meetings = [in_turn(shared_memory.Machine(asked, r, SIZE)._meet()) for r in range(SIZE - 1)]
+    meetings = [chain(shared_memory.Machine(asked, r, SIZE)._meet()) for r in range(SIZE - 1)]
     for done in meetings:
         assert not done(0.0)
     asked.take()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 # Waits so many seconds at most, and says whether the collective is done.
-Done: TypeAlias = Callable[[float], bool]
+Poll: TypeAlias = Callable[[float], bool]
 
 _offer_core = getattr(os, "sched_yield", partial(time.sleep, 0))
 
@@ -39,13 +39,13 @@ def poll(
     return True
 
 
-def in_turn(steps: Iterator[Done], end: Callable[[Any], object] = lambda value: None) -> Done:
+def chain(steps: Iterator[Poll], end: Callable[[Any], object] = lambda value: None) -> Poll:
     """Begins the first of several steps; waits for that one, begins the next, and so on.
 
     `end` is called with what a generator of steps returns.
     """
 
-    def begin_next() -> Done | None:
+    def begin_next() -> Poll | None:
         try:
             return next(steps)
         except StopIteration as stop:
