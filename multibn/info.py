@@ -16,7 +16,7 @@ from typing import Any
 from multibn import __version__, kernels
 from multibn._environment import find_command, importable
 from multibn.communicators.transports import shared_memory
-from multibn.communicators.watch import check_timeout
+from multibn.communicators.watchdog import check_timeout
 
 
 def run(args: argparse.Namespace) -> int:

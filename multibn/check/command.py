@@ -20,7 +20,7 @@ from multibn.check.timing import Step, message_steps, take_turns, training_step
 from multibn.communicators import Communicator
 from multibn.communicators.communicator import gather
 from multibn.communicators.resolve import launched_processes
-from multibn.communicators.watch import check_timeout
+from multibn.communicators.watchdog import check_timeout
 from multibn.parity import worker
 
 CASES = ("float32", "float64", "uneven", "empty-rank", "masked", "channels_last")

@@ -16,7 +16,7 @@ from multibn import _version, message
 from multibn.communicators.communicator import Forwarding, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
-from multibn.communicators.watch import ALIKE
+from multibn.communicators.watchdog import ALIKE
 
 
 class Built:

@@ -23,7 +23,7 @@ from multibn.communicators.communicator import Communicator, Forwarding, SingleP
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.transports.pinned import begin_copy
-from multibn.communicators.watch import ALIKE, alike
+from multibn.communicators.watchdog import ALIKE, alike
 from multibn.message import Message
 
 

@@ -3,7 +3,7 @@
 A line is a way between all ranks of a group for messages of one length, so that unlike messages
 never meet, neither with each other nor with what else the program sends. A transport opens lines
 and moves bytes. All else stands here once: which lines are open, deadlines and notices (see
-`watch`), and the end of the program.
+`watchdog`), and the end of the program.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from multibn._typing import Array
 from multibn.communicators.communicator import Handle, gather
 from multibn.communicators.diagnostics import log_last_error, uncaught
 from multibn.communicators.polling import Poll, chain
-from multibn.communicators.watch import Board, Meeting, Watch
+from multibn.communicators.watchdog import GroupInfo, StatusBoard, Watchdog
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -45,8 +45,8 @@ class Transport(ABC):
 
     rank: int
     size: int
-    known: Meeting | None = None  # before the ranks have met
-    board: Board | None = None  # where notices are left; not before the first line is open
+    known: GroupInfo | None = None  # before the ranks have met
+    board: StatusBoard | None = None  # where notices are left; not before the first line is open
     most_bytes = math.inf  # of an array that is not `LARGE`
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Lines:
         _leave_at_exit()
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self.watch = Watch(self.rank, self.size, transport.known)
+        self.watchdog = Watchdog(self.rank, self.size, transport.known)
         self._open: dict[int, Line] = {}
         # By the length of messages: their memory, and what begins to sum what stands there.
         self._buffers: dict[int, tuple[HostArray, Callable[[], Poll]]] = {}
@@ -94,14 +94,14 @@ class Lines:
         return sorted({type(e).__module__.rpartition(".")[2].replace("_", " ") for e in lines})
 
     def sum(self, a: HostArray, place: str, text: object, *, number: int = _ANY) -> HostArray:
-        """The sum of `a` over the ranks, a new array; arguments as `Watch.wait`. Collective."""
+        """The sum of `a` over the ranks, a new array; arguments as `Watchdog.wait`. Collective."""
         total = a.copy()
         if self.size > 1:
             line = self._open.get(number) or self._opened(number, None, text)
             begin = partial(line.begin, total)
             if a.nbytes > self.transport.most_bytes:
                 begin = partial(chain, self._sum_large(total))
-            self.watch.wait(begin, place, text)
+            self.watchdog.wait(begin, place, text)
         return total
 
     def _sum_large(self, a: HostArray) -> Iterator[Poll]:
@@ -127,15 +127,15 @@ class Lines:
 
     def exchange(self, buffer: HostArray, place: str, text: object) -> None:
         """Sum what stands in a `buffer` over the ranks, in place. Collective."""
-        if self.watch.failure is not None:  # before the buffers, which `release` lets go of
-            self.watch.check(text)
-        self.watch.wait(self._buffers[buffer.size][1], place, text)
+        if self.watchdog.failure is not None:  # before the buffers, which `release` lets go of
+            self.watchdog.check(text)
+        self.watchdog.wait(self._buffers[buffer.size][1], place, text)
 
     def disown(self) -> None:
         """This process is a fork of the one whose place among the ranks the lines have."""
         self.abandon()
         self.transport.close(failed=True)
-        self.watch.failure = (
+        self.watchdog.failure = (
             f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
             "whose connections it cannot use. Let the parent train, or give the child's layers "
             "process_group=multibn.SingleProcess(), or start the child by spawn."
@@ -148,31 +148,33 @@ class Lines:
     def release(self) -> None:
         """The user has destroyed the group: let go of what the lines hold."""
         self.abandon()
-        failed = self.watch.failure is not None
-        self.watch.board = None
+        failed = self.watchdog.failure is not None
+        self.watchdog.board = None
         self._open.clear()
         self._buffers.clear()
         if not failed:  # nor in a fork, which has failed
-            self.watch.failure = "its process group was destroyed. Give the layer another one."
+            self.watchdog.failure = "its process group was destroyed. Give the layer another one."
             self.transport.free()
         self.transport.close(failed=failed)
 
     def _opened(self, number: int, buffer: HostArray | None, text: object) -> Line:
-        self.watch.check(text)  # before a fork touches the transport
+        self.watchdog.check(text)  # before a fork touches the transport
         if number != _ANY and _ANY not in self._open:
             self._opened(_ANY, None, text)
         opened: list[Line] = []
         steps = self.transport.open_line(number, buffer)
-        self.watch.board = self.transport.board
-        self.watch.look(f"open {number}", str(text))  # connecting to a rank that failed takes long
-        self.watch.wait(lambda: chain(steps, opened.append), f"open {number}", text)
-        self.watch.board = self.transport.board
+        self.watchdog.board = self.transport.board
+        self.watchdog.look(
+            f"open {number}", str(text)
+        )  # connecting to a rank that failed takes long
+        self.watchdog.wait(lambda: chain(steps, opened.append), f"open {number}", text)
+        self.watchdog.board = self.transport.board
         (line,) = opened
         self._open[number] = line
         if number == _ANY:
             every: Any = SimpleNamespace(rank=self.rank, size=self.size)
             every.allreduce = lambda a: self.sum(a, "introduction", text)
-            self.watch.introduce(lambda me: gather(me, every))
+            self.watchdog.exchange_pids(lambda me: gather(me, every))
         return line
 
 
@@ -249,10 +251,10 @@ def _leave() -> None:
     log_last_error()
     every = list(_all_lines)
     error = uncaught()
-    failed = error is not None or any(lines.watch.failure for lines in every)
+    failed = error is not None or any(lines.watchdog.failure for lines in every)
     for lines in every:
-        lines.watch.leave(error)
+        lines.watchdog.leave(error)
     for lines in every:
-        lines.transport.close(failed=lines.watch.failure is not None)
+        lines.transport.close(failed=lines.watchdog.failure is not None)
     for lines in every:
         lines.transport.end(failed=failed)

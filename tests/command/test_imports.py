@@ -19,7 +19,7 @@ _typing _version _environment registry
 options
 _arrays checkpoint.files
 message communicators.communicator communicators.diagnostics communicators.polling
-checkpoint communicators.watch
+checkpoint communicators.watchdog
 communicators.lines
 communicators.agreement communicators.nonfinite communicators.transports
 communicators.resolve communicators.conversation

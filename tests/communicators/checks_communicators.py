@@ -15,7 +15,7 @@ from multibn import message
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import lines as _lines
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.watch import PATIENCE
+from multibn.communicators.watchdog import PATIENCE
 from tests.communicators import conformance
 from tests.communicators.transports import standin_cupy
 from tests.harness.runs import on, only
@@ -321,7 +321,7 @@ def check_a_large_array_on_one_rank_alone_is_told_at_once(world: Communicator) -
     for context in (contextlib.nullcontext(), _no_shared_memory()):
         with context:
             communicator = fresh(world)
-            communicator.lines.watch.timeout = 30.0
+            communicator.lines.watchdog.timeout = 30.0
             communicator.allreduce(np.ones(1))
             begun = time.monotonic()
             said = _said(communicator, np.ones(1 if world.rank else 20000), world)
@@ -335,7 +335,7 @@ def check_new_groups_in_opposite_orders_are_told_at_once(world: Communicator) ->
     """Their ranks have not met: each waits where the other one will not come."""
     groups = [fresh(world) for _ in range(2)]
     for group in groups:
-        group.lines.watch.timeout = 30.0
+        group.lines.watchdog.timeout = 30.0
     said = _said(groups[world.rank], np.ones(1), world)
     groups[1 - world.rank].lines.abandon()
     assert "the ranks are in different places: rank " in said

@@ -38,9 +38,9 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     late = comm.rank == comm.size - 1
     said = ""
     comm.allreduce(np.zeros(1))
-    comm.lines.watch.timeout = 0.8
+    comm.lines.watchdog.timeout = 0.8
     if late:
-        notices = comm.lines.watch.board.read
+        notices = comm.lines.watchdog.board.read
         others = comm.size - 1
         assert poll(lambda: [n.state for n in notices().values()] == ["failed"] * others, 60.0)
     start = time.monotonic()

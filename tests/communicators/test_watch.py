@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from multibn.communicators.polling import poll
-from multibn.communicators.watch import (
+from multibn.communicators.watchdog import (
     ALIKE,
-    Meeting,
-    Notice,
+    GroupInfo,
     RankLostError,
-    Watch,
+    Status,
+    Watchdog,
     check_timeout,
 )
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -27,31 +27,31 @@ from tests.helpers.ranks import ThreadCommunicator, run_ranks
 pytestmark = pytest.mark.alone
 
 
-class Board:
+class StatusBoard:
     """Notices of threads."""
 
-    def __init__(self, notices: dict[int, Notice], rank: int) -> None:
+    def __init__(self, notices: dict[int, Status], rank: int) -> None:
         self._notices, self._rank = notices, rank
 
-    def publish(self, notice: Notice, /) -> None:
+    def publish(self, notice: Status, /) -> None:
         self._notices[self._rank] = notice
 
-    def read(self) -> dict[int, Notice]:
+    def read(self) -> dict[int, Status]:
         others = dict(self._notices)
         others.pop(self._rank, None)
-        return {r: Notice.decode(n.encode()) for r, n in others.items()}
+        return {r: Status.decode(n.encode()) for r, n in others.items()}
 
     def close(self) -> None:
         """Threads need no end."""
 
 
-def _introduced(world: ThreadCommunicator, notices: dict[int, Notice], pid: int = 0) -> Watch:
-    watch = Watch(world.rank, world.size)
-    watch.board = Board(notices, world.rank)
-    watch.introduce(world._exchange)
+def _introduced(world: ThreadCommunicator, notices: dict[int, Status], pid: int = 0) -> Watchdog:
+    watchdog = Watchdog(world.rank, world.size)
+    watchdog.board = StatusBoard(notices, world.rank)
+    watchdog.exchange_pids(world._exchange)
     if pid:
-        watch._peers[1] = watch._peers[1]._replace(pid=pid)
-    return watch
+        watchdog._peers[1] = watchdog._peers[1]._replace(pid=pid)
+    return watchdog
 
 
 def _never(seconds: float) -> bool:
@@ -73,20 +73,20 @@ def _broken(error: Exception) -> Callable[[], Callable[[float], bool]]:
 
 
 def _first_rank_says(
-    notices: dict[int, Notice], other: Callable[[Watch], object], begin: Any = _begin
+    notices: dict[int, Status], other: Callable[[Watchdog], object], begin: Any = _begin
 ) -> Exception:
     """The error of rank 0 in a wait at `b`; rank 1 does something else before."""
     gone = threading.Event()
 
     def wait(world: ThreadCommunicator) -> Exception | None:
-        watch = _introduced(world, notices)
-        watch.wait(lambda: lambda seconds: True, "a", "a (forward)")
+        watchdog = _introduced(world, notices)
+        watchdog.wait(lambda: lambda seconds: True, "a", "a (forward)")
         if world.rank == 1:
-            other(watch)
+            other(watchdog)
             gone.set()
             return None
         gone.wait(10)
-        return _says(watch.wait, begin, "b", "b (forward)")
+        return _says(watchdog.wait, begin, "b", "b (forward)")
 
     error = run_ranks(2, wait)[0]
     assert error is not None
@@ -102,14 +102,14 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
 
 
 def test_ranks_in_different_places_are_named_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    notices: dict[int, Notice] = {}
+    notices: dict[int, Status] = {}
 
     def wait(world: ThreadCommunicator) -> tuple[str, str]:
-        watch = _introduced(world, notices)
+        watchdog = _introduced(world, notices)
         place = f"layer{world.rank % 2}"
-        first = _says(watch.wait, _begin, place, f"{place} (forward)")
+        first = _says(watchdog.wait, _begin, place, f"{place} (forward)")
         assert isinstance(first, RuntimeError)
-        return str(first), str(_says(watch.wait, _begin, "b", "b (forward)"))
+        return str(first), str(_says(watchdog.wait, _begin, "b", "b (forward)"))
 
     start = time.monotonic()
     of_ranks = run_ranks(2, wait)
@@ -132,19 +132,19 @@ def test_ranks_in_different_places_are_named_at_once(capfd: pytest.CaptureFixtur
     "end, kind, told",
     [
         pytest.param(
-            lambda watch: watch.board.publish(Notice("failed", 0, "", "a reason")),
+            lambda watchdog: watchdog.board.publish(Status("failed", 0, "", "a reason")),
             RuntimeError,
             "rank 1 has failed: a reason",
             id="its notice says why",
         ),
         pytest.param(  # the others are not told to take the same number of steps
-            lambda watch: watch.leave(ValueError("a wrong shape\nand more")),
+            lambda watchdog: watchdog.leave(ValueError("a wrong shape\nand more")),
             RuntimeError,
             "rank 1 has failed: its program has ended by ValueError: a wrong shape",
             id="its program has ended by an error",
         ),
         pytest.param(
-            lambda watch: watch.leave(None),
+            lambda watchdog: watchdog.leave(None),
             ConnectionError,
             r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], which ended or left the group "
             r"before: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a "
@@ -153,7 +153,7 @@ def test_ranks_in_different_places_are_named_at_once(capfd: pytest.CaptureFixtur
             id="it has left",
         ),
         pytest.param(  # rank 1 has told of rank 3 and ended, before rank 0 looks
-            lambda watch: watch.board.publish(Notice("failed", 1, "", "rank 1 lost rank 3")),
+            lambda watchdog: watchdog.board.publish(Status("failed", 1, "", "rank 1 lost rank 3")),
             RuntimeError,
             "rank 1 has failed: rank 1 lost rank 3",
             id="another one was lost before",
@@ -186,15 +186,15 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
         other.wait()
 
     def wait(world: ThreadCommunicator) -> Exception | None:
-        watch = _introduced(world, {}, other.pid)
+        watchdog = _introduced(world, {}, other.pid)
         if world.rank == 1:
             return None
         if state == "is on another machine":
-            watch._peers[1] = watch._peers[1]._replace(machine="elsewhere boot")
+            watchdog._peers[1] = watchdog._peers[1]._replace(machine="elsewhere boot")
         if state == "is in another container":
-            watch._peers[1] = watch._peers[1]._replace(pid_space="another")
-        watch.timeout = 0.7
-        return _says(watch.wait, _begin, "a", "layer1.0.bn1 (forward, float32, call 7)")
+            watchdog._peers[1] = watchdog._peers[1]._replace(pid_space="another")
+        watchdog.timeout = 0.7
+        return _says(watchdog.wait, _begin, "a", "layer1.0.bn1 (forward, float32, call 7)")
 
     error = run_ranks(2, wait)[0]
     other.kill()
@@ -213,12 +213,12 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
 def test_who_waits_says_one_word_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("multibn.communicators.watch.SILENT", 0.6)
-    watch = Watch(0, 2)
-    watch.timeout = 0.9
+    monkeypatch.setattr("multibn.communicators.watchdog.SILENT", 0.6)
+    watchdog = Watchdog(0, 2)
+    watchdog.timeout = 0.9
     for call in (1, 2):
-        error = str(_says(watch.wait, _begin, "a", f"bn (forward, float32, call {call})"))
-        watch.failure = None  # another wait of its own
+        error = str(_says(watchdog.wait, _begin, "a", f"bn (forward, float32, call {call})"))
+        watchdog.failure = None  # another wait of its own
         said, last = capfd.readouterr().err.splitlines()
         begin = (
             f"multibn: rank 0 has waited 0.6 s in bn (forward, float32, call {call}) for rank(s)"
@@ -236,21 +236,21 @@ def test_who_waits_says_one_word_before_the_deadline(
     ],
 )
 def test_a_loss_that_leaves_a_layer_out_is_named_as_the_cause(texts: list[str], end: str) -> None:
-    notices: dict[int, Notice] = {}
+    notices: dict[int, Status] = {}
 
     def wait(world: ThreadCommunicator) -> str:
-        watch, text = _introduced(world, notices), texts[world.rank]
-        return str(_says(watch.wait, _begin, text, text))
+        watchdog, text = _introduced(world, notices), texts[world.rank]
+        return str(_says(watchdog.wait, _begin, text, text))
 
     assert all(error.endswith(end) for error in run_ranks(2, wait))
 
 
 def test_layers_of_one_name_and_unlike_widths_are_told_apart() -> None:
-    notices: dict[int, Notice] = {}
+    notices: dict[int, Status] = {}
 
     def wait(world: ThreadCommunicator) -> str:
-        watch, which = _introduced(world, notices), f"{8 * (world.rank + 1)} channels, layer 1"
-        return str(_says(watch.wait, _begin, f"1 forward: {which}", "layer 1 (forward, call 2)"))
+        watchdog, which = _introduced(world, notices), f"{8 * (world.rank + 1)} channels, layer 1"
+        return str(_says(watchdog.wait, _begin, f"1 forward: {which}", "layer 1 (forward, call 2)"))
 
     for error in run_ranks(2, wait):
         for rank in (0, 1):
@@ -261,9 +261,12 @@ def test_layers_of_one_name_and_unlike_widths_are_told_apart() -> None:
 
 
 def test_a_message_that_all_ranks_wait_for_is_the_transports_fault() -> None:
-    watch = Watch(0, 2)
-    watch.board, watch.timeout = Board({1: Notice("waits", 0, "a", "a (forward)")}, 0), 0.6
-    error = _says(watch.wait, _begin, "a", "a (forward)")
+    watchdog = Watchdog(0, 2)
+    watchdog.board, watchdog.timeout = (
+        StatusBoard({1: Status("waits", 0, "a", "a (forward)")}, 0),
+        0.6,
+    )
+    error = _says(watchdog.wait, _begin, "a", "a (forward)")
     assert isinstance(error, TimeoutError)
     assert re.match(r"rank 0 has waited 0\.6 s in a \(forward\), where all ranks are: ", str(error))
     assert "store of torch.distributed has keys of an earlier process group. Begin" in str(error)
@@ -271,10 +274,10 @@ def test_a_message_that_all_ranks_wait_for_is_the_transports_fault() -> None:
 
 def test_a_call_that_is_under_way_is_not_the_last_one() -> None:
     def wait(world: ThreadCommunicator) -> None:
-        watch, phase = _introduced(world, {}), ["call 1"]  # whose text changes, as a layer's
-        watch.wait(lambda: lambda seconds: True, "a", phase)
+        watchdog, phase = _introduced(world, {}), ["call 1"]  # whose text changes, as a layer's
+        watchdog.wait(lambda: lambda seconds: True, "a", phase)
         phase[0] = "call 2"
-        error = _says(watch.wait, _broken(RuntimeError("reset by peer")), "a", phase)
+        error = _says(watchdog.wait, _broken(RuntimeError("reset by peer")), "a", phase)
         assert re.search(r"in \['call 2'\]: rank . .* s ago in the call before\. The", str(error))
 
     run_ranks(2, wait)
@@ -282,7 +285,7 @@ def test_a_call_that_is_under_way_is_not_the_last_one() -> None:
 
 def test_a_connection_that_is_lost_is_an_error() -> None:
     broken = _broken(RuntimeError("reset by peer"))
-    error = _first_rank_says({}, lambda watch: None, broken)
+    error = _first_rank_says({}, lambda watchdog: None, broken)
     assert isinstance(error, ConnectionError)
     assert re.fullmatch(
         r"rank 0 lost the connection in b \(forward\): rank 1 \(machine \S+, pid \d+\) is running, "
@@ -293,8 +296,8 @@ def test_a_connection_that_is_lost_is_an_error() -> None:
 
 def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None:
     def wait(world: ThreadCommunicator) -> str:
-        watch = _introduced(world, {})
-        return str(_says(watch.wait, _broken(RankLostError(2)), "a", "a (forward)"))
+        watchdog = _introduced(world, {})
+        return str(_says(watchdog.wait, _broken(RankLostError(2)), "a", "a (forward)"))
 
     for error in run_ranks(4, wait):
         assert re.fullmatch(
@@ -309,35 +312,37 @@ def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None
     [
         (None, r"waits in a \(forward\) for rank\(s\) \[1\], which ended or left the group before"),
         (
-            Notice("failed", 0, "", "its program has ended by KeyError"),
+            Status("failed", 0, "", "its program has ended by KeyError"),
             "rank 1 has failed: its prog",
         ),
     ],
 )
 def test_a_rank_that_a_transport_has_seen_to_leave_may_have_said_why(
-    notice: Notice | None, said: str
+    notice: Status | None, said: str
 ) -> None:
     notices = {} if notice is None else {1: notice}
 
     def wait(world: ThreadCommunicator) -> str:
-        watch = _introduced(world, notices)
+        watchdog = _introduced(world, notices)
         broken = _broken(RankLostError(1, has_left=True))
-        return "" if world.rank else str(_says(watch.wait, broken, "a", "a (forward)"))
+        return "" if world.rank else str(_says(watchdog.wait, broken, "a", "a (forward)"))
 
     assert re.search(said, run_ranks(2, wait)[0])
 
 
 def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
     """On other machines, whose processes nobody here can see."""
-    notices: dict[int, Notice] = {}
+    notices: dict[int, Status] = {}
 
     def wait(world: ThreadCommunicator) -> str:
-        watch = _introduced(world, notices)
-        watch._peers = [peer._replace(machine=f"machine{r}") for r, peer in enumerate(watch._peers)]
+        watchdog = _introduced(world, notices)
+        watchdog._peers = [
+            peer._replace(machine=f"machine{r}") for r, peer in enumerate(watchdog._peers)
+        ]
         if world.rank == 3:
             return ""
         broken = _broken(RuntimeError("reset by peer"))
-        return str(_says(watch.wait, broken, "a", "a (forward)"))
+        return str(_says(watchdog.wait, broken, "a", "a (forward)"))
 
     *errors, _ = run_ranks(4, wait)
     for error in errors:
@@ -347,8 +352,8 @@ def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
 
 def test_a_process_that_ended_before_its_first_message_is_named() -> None:
     start = time.monotonic()
-    watch = Watch(0, 2, Meeting("a group", [0, 4], lambda: {4}, Board({}, 0)))
-    error = _says(watch.wait, _begin, "", "the first message of bn1")
+    watchdog = Watchdog(0, 2, GroupInfo("a group", [0, 4], lambda: {4}, StatusBoard({}, 0)))
+    error = _says(watchdog.wait, _begin, "", "the first message of bn1")
     assert isinstance(error, ConnectionError)
     assert str(error) == (
         "rank 0 waits in the first message of bn1 for rank(s) [1], whose process has ended before "
@@ -362,16 +367,16 @@ def test_a_rank_that_has_failed_to_meet_goes_on_with_other_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What another rank says of a meeting that failed for both counts no more."""
-    monkeypatch.setattr("multibn.communicators.watch._met", set())
+    monkeypatch.setattr("multibn.communicators.watchdog._met", set())
     said = []
     for _ in range(2):
-        notices = {4: Notice("waits", 0, "a crossed group", "bn1", {"0": 0, "4": 0})}
-        watch = Watch(0, 2, Meeting("a group", [0, 4], set, Board(notices, 0)))
-        watch.timeout = 1.0
-        said.append(str(_says(watch.wait, _begin, "", "bn2")))
+        notices = {4: Status("waits", 0, "a crossed group", "bn1", {"0": 0, "4": 0})}
+        watchdog = Watchdog(0, 2, GroupInfo("a group", [0, 4], set, StatusBoard(notices, 0)))
+        watchdog.timeout = 1.0
+        said.append(str(_says(watchdog.wait, _begin, "", "bn2")))
     assert "rank 1 is in bn1, and waits for rank 0 in another group, of 2 ranks" in said[0]
     assert "rank 0 has waited 1 s in bn2 for rank(s) [1]" in said[1]
-    assert notices[0] == Notice("failed", 0, "a group", said[1], {"0": 0, "4": 0})
+    assert notices[0] == Status("failed", 0, "a group", said[1], {"0": 0, "4": 0})
 
 
 def test_a_poll_sees_soon() -> None:
@@ -391,9 +396,9 @@ def _is_over(event: float) -> bool:
 @pytest.mark.parametrize("timeout", [0.1, 0.6])
 def test_a_deadline_holds_before_the_ranks_know_each_other(timeout: float) -> None:
     start = time.monotonic()
-    watch = Watch(0, 1000)
-    watch.timeout = timeout
-    error = _says(watch.wait, _begin, "", "the first exchange")
+    watchdog = Watchdog(0, 1000)
+    watchdog.timeout = timeout
+    error = _says(watchdog.wait, _begin, "", "the first exchange")
     assert timeout <= time.monotonic() - start < timeout + 30.0
     assert re.match(
         rf"rank 0 has waited {timeout:g} s in the first exchange for rank\(s\) \[1, 2, 3, 4, 5, 6, "

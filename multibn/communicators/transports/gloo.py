@@ -20,7 +20,7 @@ import torch.distributed as dist
 from multibn import message
 from multibn.communicators.lines import HostArray, Line
 from multibn.communicators.polling import Poll, chain, never, poll
-from multibn.communicators.watch import check_timeout
+from multibn.communicators.watchdog import check_timeout
 
 _ROOM = 516  # numbers of a message in its first part: the moments of 256 channels and fingerprints
 _SLICE = 0.05  # seconds; after each wait of this length, Python looks for signals

@@ -20,7 +20,7 @@ from multibn.communicators.lines import (
     seconds_of_offers,
 )
 from multibn.communicators.polling import Poll, poll
-from multibn.communicators.watch import Board, Notice
+from multibn.communicators.watchdog import Status, StatusBoard
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -225,7 +225,7 @@ class _Line:
             self._done = partial(poll, self._request.Test, offers=self._offers)
 
 
-class _Board(Board):
+class _Board(StatusBoard):
     """Notices as messages to every other rank; only ranks that have waited long send any.
 
     MPI delivers what was sent, and forgets it with the group.
@@ -234,15 +234,15 @@ class _Board(Board):
     def __init__(self, comm: "Comm") -> None:
         self._comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._notices: dict[int, Notice] = {}
+        self._notices: dict[int, Status] = {}
         self._sent: list[Any] = []  # requests and what they send, which must stay in memory
 
-    def publish(self, notice: Notice, /) -> None:
+    def publish(self, notice: Status, /) -> None:
         data = notice.encode()
         for rank in self._others:
             self._sent.append((self._comm.Isend(data, rank), data))
 
-    def read(self) -> dict[int, Notice]:
+    def read(self) -> dict[int, Status]:
         from mpi4py import MPI as mpi
 
         status = mpi.Status()
@@ -250,7 +250,7 @@ class _Board(Board):
             while self._comm.Iprobe(rank, status=status):
                 data = bytearray(status.count)
                 self._comm.Recv(data, rank)
-                self._notices[rank] = Notice.decode(bytes(data))
+                self._notices[rank] = Status.decode(bytes(data))
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
         return self._notices
 

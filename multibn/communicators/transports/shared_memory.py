@@ -25,7 +25,7 @@ from multibn import message
 from multibn._environment import pid_space, process_state
 from multibn.communicators.lines import HostArray, seconds_of_offers
 from multibn.communicators.polling import Poll, never, poll
-from multibn.communicators.watch import RankLostError
+from multibn.communicators.watchdog import RankLostError
 
 try:
     import multibn.communicators.transports._shared_memory as core

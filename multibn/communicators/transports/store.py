@@ -18,7 +18,7 @@ import torch.distributed as dist
 from multibn._environment import pid_space, process_start, process_state, seconds_since_boot
 from multibn.communicators.lines import after_fork
 from multibn.communicators.polling import Poll, poll
-from multibn.communicators.watch import Notice
+from multibn.communicators.watchdog import Status
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
 _SURE_ANSWER = 2.0  # before an error, which would name a rank that has ended and not its reason
@@ -65,23 +65,23 @@ def until(store: dist.Store, key: str) -> Poll:
     return partial(poll, lambda: store.check([key]), begun=time.monotonic(), longest=0.1)
 
 
-class StoreBoard:
+class StoreStatusBoard:
     """Notices as entries of a store of torch.distributed."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._notices: dict[int, Notice] = {}
+        self._notices: dict[int, Status] = {}
         self._writers: dict[int, tuple[str, int, float]] = {}  # where, which process, and when
         self._number = 0  # of this rank among those with notices; 0 for none
         self._count = 0  # as it was at the last look
         self._ended = False  # the process that keeps the store
 
-    def publish(self, notice: Notice, /) -> None:
+    def publish(self, notice: Status, /) -> None:
         writer = pid_space(), os.getpid(), seconds_since_boot()
         text = json.dumps((self._rank, writer, notice))
         self._ask(lambda: self._publish(text), must=True)
 
-    def read(self) -> dict[int, Notice]:
+    def read(self) -> dict[int, Status]:
         self._ask(self._read)
         return dict(self._notices)
 
@@ -124,13 +124,13 @@ class StoreBoard:
             self._count = count
         for text in self._store.multi_get(keys) if keys else ():
             rank, writer, notice = json.loads(text)
-            self._notices[rank], self._writers[rank] = Notice(*notice), writer
+            self._notices[rank], self._writers[rank] = Status(*notice), writer
 
 
-class Meetings(StoreBoard):
+class Meetings(StoreStatusBoard):
     """Of all ranks, before those of a group have met; an earlier run may have left notices."""
 
-    def read(self) -> dict[int, Notice]:
+    def read(self) -> dict[int, Status]:
         """Those that are of this run, as far as is known; a failure must be known to be."""
         return {
             rank: notice

@@ -25,8 +25,8 @@ from multibn.communicators.lines import (
 from multibn.communicators.polling import Poll
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
-from multibn.communicators.transports.store import Meetings, StoreBoard, meet
-from multibn.communicators.watch import Meeting, Notice
+from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
+from multibn.communicators.watchdog import GroupInfo, Status
 
 
 class TorchDistributed(LineCommunicator):
@@ -203,15 +203,15 @@ class _Transport(Transport):
         meetings = _world().meetings
         self._store = _world().store_of(name)
         key = f"{name}/{_world()._names[name]}"
-        self.known = Meeting(key, ranks, meetings.find_ended, meetings)
-        self.board: StoreBoard | None = None
+        self.known = GroupInfo(key, ranks, meetings.find_ended, meetings)
+        self.board: StoreStatusBoard | None = None
         self._machine: Machine | None = None
         self._side: Side | None = None
 
     def open_line(self, number: int, buffer: HostArray | None) -> Generator[Poll, None, Line]:
         if self._machine is None or self._side is None:
             store = yield from meet(self._store, self.rank, self.size)
-            self.board = StoreBoard(store, self.rank)
+            self.board = StoreStatusBoard(store, self.rank)
             self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
             self._side = Side(dist.PrefixStore("side", store), self.rank, self.size)
         # A network that works for NCCL need not work for gloo.
@@ -267,7 +267,7 @@ class _World:
         """Where ranks say that they have come, and in which group they wait for the others."""
         board = Meetings(self.store_of("meetings"), dist.get_rank())
         if _inherited is None or self.default_group() is not _inherited:  # no child in its name
-            board.publish(Notice("comes", 0, "", ""))
+            board.publish(Status("comes", 0, "", ""))
         return board
 
     def store_of(self, name: str) -> dist.Store:

@@ -20,7 +20,7 @@ from multibn.communicators.lines import HostArray, seconds_of_offers
 from multibn.communicators.polling import chain
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machine
-from multibn.communicators.watch import RankLostError
+from multibn.communicators.watchdog import RankLostError
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 

@@ -17,8 +17,8 @@ import torch.distributed as dist  # noqa: E402
 
 from multibn.communicators.polling import chain  # noqa: E402
 from multibn.communicators.transports import shared_memory  # noqa: E402
-from multibn.communicators.transports.store import Meetings, StoreBoard, meet  # noqa: E402
-from multibn.communicators.watch import Notice  # noqa: E402
+from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet  # noqa: E402
+from multibn.communicators.watchdog import Status  # noqa: E402
 
 SIZE = 64
 
@@ -40,13 +40,13 @@ class Counting:
         return total
 
 
-def _notice(rank: int) -> Notice:
-    return Notice("waits", rank, "place", f"bn{rank} (forward, float32, call 1)")
+def _notice(rank: int) -> Status:
+    return Status("waits", rank, "place", f"bn{rank} (forward, float32, call 1)")
 
 
 def test_ranks_ask_for_one_key_where_nothing_is_new() -> None:
     asked = Counting()
-    boards = [StoreBoard(asked, rank) for rank in range(SIZE)]  # type: ignore[arg-type]
+    boards = [StoreStatusBoard(asked, rank) for rank in range(SIZE)]  # type: ignore[arg-type]
     assert not boards[0].read()
     for board in boards:
         board._read()
@@ -71,7 +71,7 @@ def test_ranks_ask_for_one_key_where_nothing_is_new() -> None:
 
 def test_a_notice_that_is_being_written_is_read_later() -> None:
     asked = Counting()
-    first, second = (StoreBoard(asked, rank) for rank in range(2))  # type: ignore[arg-type]
+    first, second = (StoreStatusBoard(asked, rank) for rank in range(2))  # type: ignore[arg-type]
     late = asked.add("notices", 1)  # of a third rank, which has not gone on yet
     second.publish(_notice(1))
     assert first.read() == {1: _notice(1)}
@@ -143,7 +143,7 @@ def test_a_store_that_has_ended_is_asked_no_more() -> None:
             asked.append(key)
             raise RuntimeError("Connection reset by peer")
 
-    board = StoreBoard(Ended(), 0)  # type: ignore[arg-type]
+    board = StoreStatusBoard(Ended(), 0)  # type: ignore[arg-type]
     for _ in range(3):
         assert not board.read()
     board.publish(_notice(0))
@@ -153,15 +153,15 @@ def test_a_store_that_has_ended_is_asked_no_more() -> None:
 
 def test_a_fork_has_a_messenger_of_its_own() -> None:
     """The thread of its parent's stays with the parent."""
-    StoreBoard(dist.HashStore(), 0).publish(_notice(0))
+    StoreStatusBoard(dist.HashStore(), 0).publish(_notice(0))
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         said = b"nothing"
         try:
             asked = dist.HashStore()
-            StoreBoard(asked, 1).publish(_notice(1))
-            said = str(StoreBoard(asked, 0).read()[1].text).encode()
+            StoreStatusBoard(asked, 1).publish(_notice(1))
+            said = str(StoreStatusBoard(asked, 0).read()[1].text).encode()
         finally:
             os.write(writer, said)
             os._exit(0)

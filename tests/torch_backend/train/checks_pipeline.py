@@ -90,7 +90,7 @@ def check_stages_that_share_the_default_group_are_an_error(world: Communicator) 
     index = pp.get_local_rank()
     # All ranks, as the default group; later checks need the default group itself.
     everyone = TorchDistributed(dist.new_group())
-    everyone.lines.watch.timeout = 1.0
+    everyone.lines.watchdog.timeout = 1.0
     net = convert_sync_batchnorm(_network(), everyone)
     x, target = _batches(1)[0]
     stage = PipelineStage(

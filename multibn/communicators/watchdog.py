@@ -51,7 +51,7 @@ def alike(texts: Iterable[str]) -> str:
     return LEFT_OUT if all("(backward, " in text for text in texts) else ALIKE
 
 
-class Notice(NamedTuple):
+class Status(NamedTuple):
     """A word of a rank for the others."""
 
     state: str  # "waits", "looks" for a lost rank, "failed" or "left"
@@ -64,17 +64,17 @@ class Notice(NamedTuple):
         return json.dumps(self).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> "Notice":
+    def decode(cls, data: bytes) -> "Status":
         return cls(*json.loads(data))
 
 
-class Board(Protocol):
+class StatusBoard(Protocol):
     """Where ranks leave notices for each other; never blocks for long."""
 
-    def publish(self, notice: Notice, /) -> None:
+    def publish(self, notice: Status, /) -> None:
         """Leave the latest notice of this rank."""
 
-    def read(self) -> dict[int, Notice]:
+    def read(self) -> dict[int, Status]:
         """The latest notice of each other rank that has left one."""
 
     def close(self) -> None:
@@ -90,13 +90,13 @@ class Peer(NamedTuple):
     pid: int
 
 
-class Meeting(NamedTuple):
+class GroupInfo(NamedTuple):
     """The knowledge of a transport about a group before its ranks have met."""
 
     key: str  # a name of the group, equal on its ranks, and no other group's
     members: Sequence[int]  # the ranks in the world, which is the same for all groups
     find_ended: Callable[[], Collection[int]]  # those whose processes have ended; a launcher tells
-    board: Board  # of the world, for ranks that wait for others to meet
+    board: StatusBoard  # of the world, for ranks that wait for others to meet
 
 
 class RankLostError(RuntimeError):
@@ -111,16 +111,16 @@ class RankLostError(RuntimeError):
         self.rank, self.has_left = rank, has_left
 
 
-class Watch:
+class Watchdog:
     """The collectives of one group of processes, as one rank sees them.
 
     `known` is what the transport knows before the ranks have met.
     """
 
-    def __init__(self, rank: int, size: int, known: Meeting | None = None) -> None:
+    def __init__(self, rank: int, size: int, known: GroupInfo | None = None) -> None:
         self.rank, self.size = rank, size
         self.timeout = check_timeout()
-        self.board: Board | None = None  # until the transport has one
+        self.board: StatusBoard | None = None  # until the transport has one
         # How many collectives this rank has completed. A collective needs every rank, so the other
         # ranks are at most one ahead or behind.
         self.completed = 0
@@ -134,13 +134,13 @@ class Watch:
         self._last: object = "the start"  # str() gives the text
         self._last_at = time.monotonic()
 
-    def introduce(self, allgather: Callable[[Any], list[Any]]) -> None:
+    def exchange_pids(self, allgather: Callable[[Any], list[Any]]) -> None:
         """Learn every rank's process. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
         self._peers = [Peer(*each[1:]) for each in told]
         if not self._before:
             self._key, self._members = told[0][0], self._peers
-        _watches.add(self)
+        _watchdogs.add(self)
 
     def wait(self, begin: Callable[[], Poll], place: str, text: object) -> None:
         """Begin a collective, and return when it is done.
@@ -194,12 +194,12 @@ class Watch:
 
     def _publish(self, state: str, place: str, text: str) -> None:
         if self.board is not None:
-            waits = _watches if state == "waits" else ()
-            counts = {watch._key: watch.completed for watch in list(waits)}
-            self.board.publish(Notice(state, self.completed, place, text, counts))
+            waits = _watchdogs if state == "waits" else ()
+            counts = {watchdog._key: watchdog.completed for watchdog in list(waits)}
+            self.board.publish(Status(state, self.completed, place, text, counts))
         elif self._before and state == "failed":
             members = dict.fromkeys(map(str, self._members), 0)
-            self._before.board.publish(Notice(state, 0, self._key, text, members))
+            self._before.board.publish(Status(state, 0, self._key, text, members))
 
     def _wait_long(self, done: Poll, place: str, text: str) -> None:
         deadline = time.monotonic() + max(self.timeout - PATIENCE, 0.0)
@@ -218,7 +218,7 @@ class Watch:
                 log_to_stderr(f"{waited}; an error follows after {self.timeout:g} s.")
             pause = min(2 * pause, _LAST_LOOK)
 
-    def _notices(self) -> dict[int, Notice]:
+    def _notices(self) -> dict[int, Status]:
         """The notices of ranks that wait in the same collective, and of those that will not come.
 
         A rank that has failed may be one collective behind: its message was under way already.
@@ -229,10 +229,10 @@ class Watch:
             if (n.completed == self.completed and n.state != "looks") or n.state == "failed"
         }
 
-    def _read(self) -> dict[int, Notice]:
+    def _read(self) -> dict[int, Status]:
         return self.board.read() if self.board is not None else {}
 
-    def _check_for_end(self, text: str, notices: dict[int, Notice]) -> None:
+    def _check_for_end(self, text: str, notices: dict[int, Status]) -> None:
         """Raise if a rank will not come, because it has left or has failed."""
         if left := [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
@@ -249,7 +249,7 @@ class Watch:
                     RuntimeError, notice.text if told else f"rank {rank} has failed: {notice.text}"
                 )
 
-    def look(self, place: str, text: str) -> dict[int, Notice]:
+    def look(self, place: str, text: str) -> dict[int, Status]:
         """The others' notices; raises if one of them says that its rank will not come."""
         _met.add(self._key)
         notices = self._notices()
@@ -271,7 +271,7 @@ class Watch:
         self._check_other_groups(text, notices)
         return notices
 
-    def _check_before_meeting(self, known: Meeting, text: str) -> None:
+    def _check_before_meeting(self, known: GroupInfo, text: str) -> None:
         """Raise if a rank has ended, or if two groups wait for each other's ranks to meet."""
         gone = known.find_ended()
         if ended := [r for r, member in enumerate(self._members) if member in gone]:
@@ -283,7 +283,7 @@ class Watch:
             )
         me = str(self._members[self.rank])
         members = dict.fromkeys(map(str, self._members), 0)
-        known.board.publish(Notice("waits", 0, self._key, text, members))
+        known.board.publish(Status("waits", 0, self._key, text, members))
         for member, notice in known.board.read().items():
             crosses = me in notice.counts and notice.place not in _met
             if member in self._members and (crosses or notice.place == self._key):
@@ -293,9 +293,9 @@ class Watch:
                     self._check_for_end(text, {rank: notice})
                     self._fail_between_groups(text, rank, notice.text, len(notice.counts))
 
-    def _check_other_groups(self, text: str, notices: dict[int, Notice]) -> None:
+    def _check_other_groups(self, text: str, notices: dict[int, Status]) -> None:
         """Raise if this rank waits here for one that waits for this rank in another group."""
-        for other in list(_watches):
+        for other in list(_watchdogs):
             if other is self or other.failure is not None:
                 continue
             for member, notice in other._notices().items():
@@ -321,7 +321,7 @@ class Watch:
             "the same layers, in the same order.",
         )
 
-    def _miss(self, notices: dict[int, Notice], text: str) -> NoReturn:
+    def _miss(self, notices: dict[int, Status], text: str) -> NoReturn:
         if not self._absent(notices):
             self._fail(
                 TimeoutError,
@@ -337,13 +337,13 @@ class Watch:
             "MULTIBN_TIMEOUT.",
         )
 
-    def _waited(self, seconds: float, notices: dict[int, Notice], text: str) -> str:
+    def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> str:
         waited = f"rank {self.rank} has waited {seconds:g} s in {text}"
         if absent := self._absent(notices):
             return f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}"
         return f"{waited}, where all ranks are"
 
-    def _absent(self, notices: dict[int, Notice]) -> list[int]:
+    def _absent(self, notices: dict[int, Status]) -> list[int]:
         here = {self.rank, *notices}
         if self._before and not self._peers:  # the group has no board of its own so far
             met = {m for m, n in self._before.board.read().items() if n.place == self._key}
@@ -354,7 +354,7 @@ class Watch:
         gone, lost = [error.rank] if isinstance(error, RankLostError) else [], list[int]()
         if getattr(error, "has_left", False):
             self._check_for_end(text, {r: n for r, n in self._notices().items() if r in gone})
-            self._check_for_end(text, {gone[0]: Notice("left", self.completed, "", "")})
+            self._check_for_end(text, {gone[0]: Status("left", self.completed, "", "")})
         # Alive, with a broken connection: the others need not name this rank.
         self._publish("looks", "", text)
         end = time.monotonic() + _SEARCH
@@ -419,7 +419,7 @@ def _some(ranks: list[int]) -> str:
     return f"{ranks[:_NAMED]}{more}"
 
 
-_watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
+_watchdogs: WeakSet[Watchdog] = WeakSet()  # whose ranks know each other
 # The groups to whose first meeting this rank has come, or has found that nobody will come.
 _met: set[str] = set()
 
