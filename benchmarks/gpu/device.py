@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from multibn import kernels
+from multibn.communicators.channel import ChannelCommunicator
 from multibn.communicators.conversation import Phase
-from multibn.communicators.lines import LineCommunicator
 from multibn.kernels import cuda
 
 STAND_INS = os.environ.get("MULTIBN_GPU_STAND_INS") == "1"
@@ -36,14 +36,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Equal(LineCommunicator):
+class Equal(ChannelCommunicator):
     """Two equal ranks, of which this process is one: sums are twice those of `over`.
 
     One GPU then takes the way of several ranks, with all checks of messages. The doubling is one
     small launch for each message, which real ranks do not have.
     """
 
-    rank, size, lines = 0, 2, None
+    rank, size, channel = 0, 2, None
 
     def __init__(self, over: Any) -> None:
         self._over = over
@@ -54,7 +54,7 @@ class Equal(LineCommunicator):
         return summed
 
     def allreduce_in_place(self, x: Any, /) -> Any:
-        if isinstance(self._over, LineCommunicator):
+        if isinstance(self._over, ChannelCommunicator):
             if not self._over.takes(x):
                 return self.allreduce(x)
             x = self._over.allreduce_in_place(x)

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from multibn import _version, message
+from multibn.communicators.channel import FIRST_MESSAGES, Channel, ChannelCommunicator, HostArray
 from multibn.communicators.communicator import Forwarding, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
-from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 from multibn.communicators.watchdog import ALIKE
 
 
@@ -102,18 +102,18 @@ def look_at_unread() -> None:
 
 
 def agree(
-    layer: Any, communicator: Any, lines: Lines | None, length: int, call: object
+    layer: Any, communicator: Any, channel: Channel | None, length: int, call: object
 ) -> tuple[str, Known]:
     """The layer's name among these ranks, no other layer's, and what else they know.
 
     Collective where the layer has not compared itself for messages of this length.
     """
-    known = _known_of(communicator, lines, layer.own_known)
+    known = _known_of(communicator, channel, layer.own_known)
     # The conversations of a function last as long as a call.
     names = known.names if layer.built is None else layer.names.setdefault(known, {})
     key = layer.name, length
     if key not in names:
-        name = _compare(layer, communicator, lines, length, call, known)
+        name = _compare(layer, communicator, channel, length, call, known)
         known.count += 1
         # About a step's messages: these have long arrived, so that the host waits for none. Not
         # fewer than 8, for a layer that is called several times in a row.
@@ -123,9 +123,9 @@ def agree(
     return names[key], known
 
 
-def _known_of(communicator: Any, lines: Lines | None, otherwise: Known) -> Known:
+def _known_of(communicator: Any, channel: Channel | None, otherwise: Known) -> Known:
     try:
-        return _known.setdefault(communicator if lines is None else lines, Known())
+        return _known.setdefault(communicator if channel is None else channel, Known())
     except TypeError:  # no hash, or no weak references: each layer compares for itself
         return otherwise
 
@@ -148,12 +148,12 @@ def meet(
     bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
     if bare.size == 1:
         return True, mark
-    lines = bare.lines if isinstance(bare, LineCommunicator) else None
-    known = known or _known_of(bare, lines, Known())
+    channel = bare.channel if isinstance(bare, ChannelCommunicator) else None
+    known = known or _known_of(bare, channel, Known())
     v = message.fingerprint(kind + facts)
-    numbers: HostArray = np.zeros(4 if lines is not None else max(known.longest, 4))
+    numbers: HostArray = np.zeros(4 if channel is not None else max(known.longest, 4))
     numbers[-4:] = mark, 0.0, v, v * v  # a layer that refuses its input has NaN where 0 stands
-    summed = bare.allreduce(numbers) if lines is not None else _sum(numbers, bare)
+    summed = bare.allreduce(numbers) if channel is not None else _sum(numbers, bare)
     if message.all_equal(summed[-2], summed[-1], bare.size):
         return True, float(summed[-4])
     if message.is_refusal(summed, 2):
@@ -176,22 +176,22 @@ def check_kind(communicator: Any, kind: str, text: str) -> None:
 
 
 def _compare(
-    layer: Any, communicator: Any, lines: Lines | None, length: int, call: object, known: Known
+    layer: Any, communicator: Any, channel: Channel | None, length: int, call: object, known: Known
 ) -> str:
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     # Ranks without lines may be threads of one process, which count each other's layers.
-    built = layer.built if lines is not None else None
+    built = layer.built if channel is not None else None
     width = message.num_channels(length)
     options = layer.texts()
     options["channels"] = f"{width} channels"
     facts = f"{_version.__version__} {layer.name} {length} {built} {sorted(options.items())}"
     text = f"the first message of {call}"
-    if lines is None:
+    if channel is None:
         is_alike, _ = meet(communicator, "first message", facts, text=text, known=known)
     else:
         v = message.fingerprint(facts)
         numbers: HostArray = np.array([v, v * v])
-        summed = lines.sum(numbers, "first message", text, number=FIRST_MESSAGES)
+        summed = channel.sum(numbers, "first message", text, number=FIRST_MESSAGES)
         is_alike = message.all_equal(summed[0], summed[1], communicator.size)
     return str(layer.name) if is_alike else explained(layer, communicator, built, options)
 

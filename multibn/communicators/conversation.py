@@ -19,9 +19,9 @@ from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of
 from multibn._typing import Array
 from multibn.communicators import nonfinite
 from multibn.communicators.agreement import Built, Known, agree, check_kind, explained
+from multibn.communicators.channel import Channel, ChannelCommunicator, HostArray
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
-from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.communicators.watchdog import ALIKE, alike
 from multibn.message import Message
@@ -118,7 +118,7 @@ class Phase(Forwarding):
     """
 
     _communicator: Any = None  # of the latest messages
-    _lines: Lines | None
+    _channel: Channel | None
     _size: int
     _known: Known
     _place: str
@@ -159,10 +159,10 @@ class Phase(Forwarding):
         if self._size == 1:
             memory = np.empty(n)
             # A user's own class may do anything, and is called.
-            if self._lines is not None or type(self._communicator) is SingleProcess:
+            if self._channel is not None or type(self._communicator) is SingleProcess:
                 self._payload = memory
             return memory
-        if self._lines is None:
+        if self._channel is None:
             return None
         return self._payload if self._payload is not None else self._open(self._calls + 1)
 
@@ -174,7 +174,7 @@ class Phase(Forwarding):
         self._agree(n, like)
         device = like.device
         if device not in self._dtypes:
-            takes = self._size > 1 and (self._lines is None or self._communicator.takes(like))
+            takes = self._size > 1 and (self._channel is None or self._communicator.takes(like))
             self._dtypes[device] = array_namespace(like).float64 if takes else None
         dtype = self._dtypes[device]
         if dtype is None:
@@ -199,15 +199,15 @@ class Phase(Forwarding):
         if self._size == 1:
             return x if x is payload else self._communicator.allreduce(x)
         if payload is None or x is not payload:
-            if self._lines is None or self._communicator.takes(x):
+            if self._channel is None or self._communicator.takes(x):
                 return self._allreduce_array(x)
             payload = self._open(self._calls)
             payload[:] = to_host(x)
             # The caller looks at no numbers on a GPU, and has an error if it refuses its input.
             is_for_us = not is_on_host(x) and not message.is_refusal(payload)
-        assert self._lines is not None
+        assert self._channel is not None
         self._tail[:] = self._sent_tail
-        self._lines.exchange(self._buffer, self._place, self._latest)
+        self._channel.exchange(self._buffer, self._place, self._latest)
         if self._summed_prints.tolist() != self._fingerprints:
             self.check(self._buffer)
         if is_for_us and self.name == "forward":
@@ -233,11 +233,13 @@ class Phase(Forwarding):
             communicator is self._communicator
             and n == self._num_numbers
             # torch's default process group may have been made anew.
-            and (self._lines is None or self._lines is communicator.lines)
+            and (self._channel is None or self._channel is communicator.channel)
         ):
             return
         self._num_numbers = -1  # until the ranks have agreed
-        self._lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
+        self._channel = (
+            communicator.channel if isinstance(communicator, ChannelCommunicator) else None
+        )
         self._size, self._payload = communicator.size, None
         self.mark = message.mark(communicator.rank)
         lanes: list[float] = []
@@ -245,7 +247,7 @@ class Phase(Forwarding):
             length = n + self.num_lanes
             call = self._call(self._calls + 1)
             with on_device_of(like):
-                name, self._known = agree(layer, communicator, self._lines, length, call)
+                name, self._known = agree(layer, communicator, self._channel, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             layer_name, _, number = name.rpartition(" ")
             channels = message.num_channels(length)
@@ -263,9 +265,9 @@ class Phase(Forwarding):
 
     def _open(self, number: int) -> HostArray:
         """The payload's memory, for this call. Collective at the first one for this length."""
-        assert self._lines is not None
+        assert self._channel is not None
         n, call = self._num_numbers, self._call(number)
-        self._buffer = self._lines.buffer(n + self.num_lanes, call)
+        self._buffer = self._channel.buffer(n + self.num_lanes, call)
         self._payload = self._buffer[:n]
         self._tail = self._buffer[n:].data
         self._summed_prints = self._tail[-2:]
@@ -288,7 +290,7 @@ class Phase(Forwarding):
         reduce = self._communicator.allreduce
         if isinstance(x, Message):
             start, numbers = x.start, x.numbers
-            if self._lines is not None:
+            if self._channel is not None:
                 reduce = self._communicator.allreduce_in_place
         else:
             start, sent = self._num_zeros(), to_host(x) if on_host else x

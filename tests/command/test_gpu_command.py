@@ -112,10 +112,10 @@ def test_the_stand_in_for_a_second_rank_costs_one_launch() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from multibn import SingleProcess
-    from multibn.communicators.lines import LineCommunicator
+    from multibn.communicators.channel import ChannelCommunicator
 
-    class InPlace(SingleProcess, LineCommunicator):
-        lines = None
+    class InPlace(SingleProcess, ChannelCommunicator):
+        channel = None
 
         def takes(self, x: Any, /) -> bool:
             return True

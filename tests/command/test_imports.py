@@ -20,7 +20,7 @@ options
 _arrays checkpoint.files
 message communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watchdog
-communicators.lines
+communicators.channel
 communicators.agreement communicators.nonfinite communicators.transports
 communicators.resolve communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core

@@ -13,7 +13,7 @@ import pytest
 
 from multibn import message
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators import lines as _lines
+from multibn.communicators import channel as _channel
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.watchdog import PATIENCE
 from tests.communicators import conformance
@@ -104,8 +104,8 @@ def check_shared_memory_is_for_small_arrays(world: Communicator) -> None:
             communicator: Any = as_communicator(dist.new_group(list(range(world.size))))
             for n in (1, 20_000):
                 np.testing.assert_array_equal(communicator.allreduce(np.ones(n)), world.size)
-            kinds.append([type(line).__name__ for line in communicator.lines._open.values()])
-    assert kinds == [["SharedLine", "EngineLine"], ["EngineLine", "EngineLine"]]
+            kinds.append([type(line).__name__ for line in communicator.channel._open.values()])
+    assert kinds == [["SharedAllreduce", "BlockAllreduce"], ["BlockAllreduce", "BlockAllreduce"]]
 
 
 def _of_another_backend(size: int) -> Any:
@@ -211,7 +211,7 @@ def _said(communicator: Any, payload: Any, world: Communicator) -> str:
         communicator.allreduce(payload)
     except (ConnectionError, RuntimeError) as error:
         said = str(error)
-    communicator.lines.abandon()
+    communicator.channel.abandon()
     world.allreduce(np.ones(1))
     return said
 
@@ -234,7 +234,7 @@ def check_any_number_of_widths_takes_no_descriptors_and_threads(world: Communica
                 )
                 expected = world.size * np.arange(2.0 * C + 2) + sum(range(world.size))
                 np.testing.assert_array_equal(summed, expected)
-            duplicates = getattr(communicator.lines.transport, "duplicates", [])
+            duplicates = getattr(communicator.channel.transport, "duplicates", [])
             assert _resources() == before
             assert len(duplicates) in (0, 103)  # any array, first messages, and each width once
 
@@ -247,7 +247,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
         for C in (8, 100):
             phase = _phase(communicator, f"bn{C}")
             phase.allreduce(np.ones(2 * C + 2))
-        lines = communicator.lines
+        channel = communicator.channel
         if _under_torchrun(world):
             import torch.distributed as dist
 
@@ -258,12 +258,12 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             assert not [key for key in keys if name in key]
         else:
             communicator.mpi_comm.Free()
-            assert not lines.transport.duplicates
+            assert not channel.transport.duplicates
         with pytest.raises(RuntimeError, match="its process group was destroyed"):
-            lines.sum(np.ones(1), "", "")
+            channel.sum(np.ones(1), "", "")
         with pytest.raises(RuntimeError, match=r"process group.* was destroyed\. Give the layer"):
             phase.allreduce(phase.buffer(2 * C + 2))
-        counts.append((*_resources(), len(_lines._all_lines)))
+        counts.append((*_resources(), len(_channel._channels)))
     world.allreduce(np.ones(1))
     assert counts[-1] == counts[1]  # the first may start a thread that stays
 
@@ -321,7 +321,7 @@ def check_a_large_array_on_one_rank_alone_is_told_at_once(world: Communicator) -
     for context in (contextlib.nullcontext(), _no_shared_memory()):
         with context:
             communicator = fresh(world)
-            communicator.lines.watchdog.timeout = 30.0
+            communicator.channel.watchdog.timeout = 30.0
             communicator.allreduce(np.ones(1))
             begun = time.monotonic()
             said = _said(communicator, np.ones(1 if world.rank else 20000), world)
@@ -335,9 +335,9 @@ def check_new_groups_in_opposite_orders_are_told_at_once(world: Communicator) ->
     """Their ranks have not met: each waits where the other one will not come."""
     groups = [fresh(world) for _ in range(2)]
     for group in groups:
-        group.lines.watchdog.timeout = 30.0
+        group.channel.watchdog.timeout = 30.0
     said = _said(groups[world.rank], np.ones(1), world)
-    groups[1 - world.rank].lines.abandon()
+    groups[1 - world.rank].channel.abandon()
     assert "the ranks are in different places: rank " in said
     assert "in another group, of 2 ranks" in said
 
@@ -359,7 +359,7 @@ def check_messages_of_unlike_widths_are_told_apart(world: Communicator) -> None:
             with pytest.raises(RuntimeError, match=said):
                 narrow.allreduce(np.ones(82)) if world.rank == 0 else wide.allreduce(np.ones(122))
         world.allreduce(np.ones(1))
-        communicator.lines.abandon()
+        communicator.channel.abandon()
 
 
 def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:

@@ -220,7 +220,7 @@ def check_layers_train_without_parameters_or_buffers(world: Communicator) -> Non
 def check_ranks_in_different_groups_are_named_before_a_deadline(world: Communicator) -> None:
     """Two groups of both ranks, and then one rank is in each of them: no deadline is awaited."""
     parent: Any = fresh(world)
-    parent.lines.watchdog.timeout = 10.0
+    parent.channel.watchdog.timeout = 10.0
     parent.allreduce(np.ones(1))  # a group that has never met is told at the deadline
     both = parent.split(0, parent.rank)
     for _ in range(2):
@@ -232,7 +232,7 @@ def check_ranks_in_different_groups_are_named_before_a_deadline(world: Communica
     except (RuntimeError, TimeoutError) as error:
         said = str(error)
     for communicator in (parent, both):
-        communicator.lines.abandon()
+        communicator.channel.abandon()
     world.allreduce(np.ones(1))
     # Ranks are numbered as in the group of the rank that looks first, which tells the other one.
     is_in, waits = (

@@ -38,9 +38,9 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     late = comm.rank == comm.size - 1
     said = ""
     comm.allreduce(np.zeros(1))
-    comm.lines.watchdog.timeout = 0.8
+    comm.channel.watchdog.timeout = 0.8
     if late:
-        notices = comm.lines.watchdog.board.read
+        notices = comm.channel.watchdog.board.read
         others = comm.size - 1
         assert poll(lambda: [n.state for n in notices().values()] == ["failed"] * others, 60.0)
     start = time.monotonic()
@@ -49,7 +49,7 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     except (TimeoutError, RuntimeError) as error:  # RuntimeError: of a rank that has given up
         said = str(error)
     seconds = time.monotonic() - start
-    comm.lines.abandon()  # the end of the program need not mention this failure
+    comm.channel.abandon()  # the end of the program need not mention this failure
     everybody.allreduce(np.zeros(1))
     if late:
         return
@@ -82,7 +82,7 @@ def check_interruption(comm: Any, everybody: Communicator) -> None:
             said.append(str(error))
     if comm.rank == 0:
         signal.signal(signal.SIGALRM, earlier)
-    comm.lines.abandon()
+    comm.channel.abandon()
     everybody.allreduce(np.zeros(1))
     # The message that was under way may still come to the other ranks.
     assert len(said) >= 2

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 from multibn._typing import Array
+from multibn.communicators.channel import FIRST_MESSAGES, Channel, ChannelCommunicator, HostArray
 from multibn.communicators.communicator import Communicator
-from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 
 T = TypeVar("T")
 
@@ -74,14 +74,14 @@ def run_ranks(size: int, function: Callable[[ThreadCommunicator], T]) -> list[T]
     return [f.result() for f in futures]
 
 
-class CountingCommunicator(LineCommunicator):
+class CountingCommunicator(ChannelCommunicator):
     """Another communicator, and the sizes of its messages; over lines, first messages apart."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
         self.messages: list[int] = []
         self.first_messages: list[int] = []
-        self._counting: _CountingLines | None = None
+        self._counting: _CountingChannel | None = None
 
     @property
     def identity(self) -> object:
@@ -96,11 +96,11 @@ class CountingCommunicator(LineCommunicator):
         return self.inner.size
 
     @property
-    def lines(self) -> Any:
-        if not isinstance(self.inner, LineCommunicator) or self.inner.lines is None:
+    def channel(self) -> Any:
+        if not isinstance(self.inner, ChannelCommunicator) or self.inner.channel is None:
             return None
         if self._counting is None:
-            self._counting = _CountingLines(self.inner.lines, self)
+            self._counting = _CountingChannel(self.inner.channel, self)
         return self._counting
 
     def allreduce(self, x: Array, /) -> Array:
@@ -116,10 +116,10 @@ class CountingCommunicator(LineCommunicator):
         return taken
 
 
-class _CountingLines:
+class _CountingChannel:
     """The lines of the inner communicator. Layers compare themselves anew over these."""
 
-    def __init__(self, inner: Lines, counting: CountingCommunicator) -> None:
+    def __init__(self, inner: Channel, counting: CountingCommunicator) -> None:
         self._inner, self._counting = inner, counting
         self.size = inner.size
         self.buffer = inner.buffer

@@ -55,7 +55,7 @@ def _leak(column: str) -> Iterator[Callable[[Communicator], None]]:
         group = new_group(world)
         communicator: Any = as_communicator(group)
         communicator.allreduce(np.ones(1))
-        lines = communicator.lines
+        channel = communicator.channel
         destroy(group)
         if world.rank == 0:
             return
@@ -66,7 +66,7 @@ def _leak(column: str) -> Iterator[Callable[[Communicator], None]]:
         elif column == "threads":
             threading.Thread(target=event.wait).start()
         elif column == "groups":
-            leaked.append(lines)
+            leaked.append(channel)
         elif column == "store keys":
             key, store = f"multibn/{len(undo)}", base_store()
             store.set(key, "")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from multibn.communicators.lines import Lines
+from multibn.communicators.channel import Channel
 
 MEMORY = 2.0  # MB by which a rank may grow: Python's tables double, once each
 COLUMNS = ("MB", "descriptors", "threads", "groups", "store keys", "MPI communicators")
@@ -32,7 +32,7 @@ class Held(NamedTuple):
             _megabytes(),
             len(os.listdir("/proc/self/fd")),
             len(os.listdir("/proc/self/task")),
-            sum(type(obj) is Lines for obj in gc.get_objects()),
+            sum(type(obj) is Channel for obj in gc.get_objects()),
             sum("multibn/" in key and not _is_notice(key) for key in _keys()),
             communicators(),
         )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from multibn import message
-from multibn.communicators.lines import HostArray, Line
+from multibn.communicators.channel import Allreduce, HostArray
 from multibn.communicators.polling import Poll, chain, never, poll
 from multibn.communicators.watchdog import check_timeout
 
@@ -31,7 +31,7 @@ _SUMMABLE = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
 Start: TypeAlias = Callable[[HostArray], Poll]
 
 
-class EngineLine:
+class BlockAllreduce:
     """A line over sums of an engine, which must be of one length on all ranks.
 
     `start` begins to sum a vector over the `size` ranks, in place.
@@ -79,7 +79,7 @@ class Side:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def open_line(self, number: int) -> Generator[Poll, None, Line]:
+    def open_allreduce(self, number: int) -> Generator[Poll, None, Allreduce]:
         """As `Transport.open_line`."""
         if self._thread is None:
             # Connecting waits for the other ranks without a deadline of multibn's.
@@ -89,7 +89,7 @@ class Side:
         yield partial(poll, lambda: not is_alive())
         if self._error is not None:
             raise RuntimeError(f"no connection over gloo: {self._error}") from self._error
-        return EngineLine(number, self._size, self._begin)
+        return BlockAllreduce(number, self._size, self._begin)
 
     def close(self, *, failed: bool) -> None:
         """End the group.

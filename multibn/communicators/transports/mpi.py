@@ -9,16 +9,16 @@ from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
-from multibn.communicators.communicator import SingleProcess
-from multibn.communicators.diagnostics import warn_if_launched
-from multibn.communicators.lines import (
+from multibn.communicators.channel import (
+    Channel,
+    ChannelCommunicator,
     HostArray,
-    LineCommunicator,
-    Lines,
     Transport,
     after_fork,
-    seconds_of_offers,
+    spin_seconds,
 )
+from multibn.communicators.communicator import SingleProcess
+from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, poll
 from multibn.communicators.watchdog import Status, StatusBoard
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _OFTEN = 50  # messages after which a line is worth a persistent request
 
 
-class MPI(LineCommunicator):
+class MPI(ChannelCommunicator):
     """The processes of an mpi4py communicator.
 
     Messages travel in duplicates of the communicator, so that no message of the program can be
@@ -102,8 +102,8 @@ class MPI(LineCommunicator):
         return self.mpi_comm.size
 
     @cached_property
-    def lines(self) -> Lines:
-        return lines_of(self.mpi_comm)
+    def channel(self) -> Channel:
+        return channel_of(self.mpi_comm)
 
     def split(self, color: int, key: int = 0) -> "MPI":
         return MPI(self.mpi_comm.Split(color, key))
@@ -161,7 +161,9 @@ class _Transport(Transport):
                 "srun --mpi=pmix",
             )
 
-    def open_line(self, number: int, buffer: HostArray | None) -> "Generator[Poll, None, _Line]":
+    def open_allreduce(
+        self, number: int, buffer: HostArray | None
+    ) -> "Generator[Poll, None, _Allreduce]":
         # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.
         source = self.duplicates[0] if self.duplicates else self._comm
         duplicate, request = source.Idup()
@@ -169,7 +171,7 @@ class _Transport(Transport):
         yield partial(poll, request.Test)
         # Collectives and point-to-point messages of one communicator do not meet.
         self.board = self.board or _Board(duplicate)
-        return _Line(duplicate, buffer, self.requests)
+        return _Allreduce(duplicate, buffer, self.requests)
 
     def end(self, *, failed: bool) -> None:
         # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be
@@ -187,11 +189,11 @@ class _Transport(Transport):
         self.requests, self.duplicates = [], []
 
 
-class _Line:
+class _Allreduce:
     """A duplicate of the communicator.
 
     Messages that are sent often from one buffer have a persistent request where MPI knows such
-    (since 4.0): making a new request takes half of the time of a small message. Lines of few
+    (since 4.0): making a new request takes half of the time of a small message. Channel of few
     messages have none, since Open MPI 5.0 never frees the working memory of such a request, which
     is as long as the message: groups made and destroyed again and again would add up.
     """
@@ -206,7 +208,7 @@ class _Line:
         from mpi4py import MPI as mpi
 
         self._in_place: Any = mpi.IN_PLACE
-        self._offers = seconds_of_offers()
+        self._offers = spin_seconds()
 
     def begin(self, a: HostArray) -> Poll:
         self._num_begun += 1
@@ -267,15 +269,15 @@ def _after_fork() -> None:
 after_fork(_after_fork)
 
 
-def lines_of(comm: "Comm") -> Lines:
+def channel_of(comm: "Comm") -> Channel:
     """The lines of all handles of one mpi4py communicator."""
-    lines: Any = comm.Get_attr(_keyval())
-    if lines is None:
-        lines = Lines(_Transport(comm))
+    channel: Any = comm.Get_attr(_keyval())
+    if channel is None:
+        channel = Channel(_Transport(comm))
         if _inherited:
-            lines.disown()
-        comm.Set_attr(_keyval(), lines)
-    return cast(Lines, lines)
+            channel.abandon_after_fork()
+        comm.Set_attr(_keyval(), channel)
+    return cast(Channel, channel)
 
 
 @cache
@@ -286,9 +288,9 @@ def _keyval() -> int:
     return mpi.Comm.Create_keyval(delete_fn=_on_free)
 
 
-def _on_free(comm: "Comm", keyval: int, lines: Lines) -> None:
+def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
     """The user frees a communicator, which is collective; or MPI_Finalize frees the world."""
     from mpi4py import MPI as mpi
 
     if not _inherited and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
-        lines.release()
+        channel.release()

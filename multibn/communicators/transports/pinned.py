@@ -8,7 +8,7 @@ from array_api_compat import is_cupy_array
 
 from multibn._arrays import to_host
 from multibn._typing import Array
-from multibn.communicators.lines import HostArray
+from multibn.communicators.channel import HostArray
 
 
 def begin_copy(

@@ -23,7 +23,7 @@ import numpy as np
 
 from multibn import message
 from multibn._environment import pid_space, process_state
-from multibn.communicators.lines import HostArray, seconds_of_offers
+from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, never, poll
 from multibn.communicators.watchdog import RankLostError
 
@@ -56,9 +56,9 @@ class Machine:
         self._gates: list[int] = []  # of each rank, open when that has left
         self._used = 0  # bytes of the memory
 
-    def open_line(
+    def open_allreduce(
         self, number: int, buffer: HostArray | None
-    ) -> Generator[Poll, None, "SharedLine | None"]:
+    ) -> Generator[Poll, None, "SharedAllreduce | None"]:
         """As `Transport.open_line`; None if the ranks share no memory, or if that is full."""
         if not self._pids:
             yield from self._meet()
@@ -70,9 +70,9 @@ class Machine:
         self._used += nbytes
         gate = np.ndarray(_GATE, np.uint8, self._memory, start)
         slots = np.ndarray((2, self.size, length), np.float64, self._memory, start + _GATE)
-        line = SharedLine(number, self, gate, slots, buffer)
-        yield from line.meet()
-        return line
+        allreduce = SharedAllreduce(number, self, gate, slots, buffer)
+        yield from allreduce.meet()
+        return allreduce
 
     def close(self, *, goodbye: bool) -> None:
         """Let go of the memory; `goodbye` tells those who wait that this rank will not come."""
@@ -191,7 +191,7 @@ def why_not() -> str | None:
     return None
 
 
-class SharedLine:
+class SharedAllreduce:
     """A line in shared memory: a gate, and slots of shape (2, ranks, length).
 
     The gate counts the ranks that have come to a message. Messages with even and with odd numbers
@@ -217,7 +217,7 @@ class SharedLine:
         self._size, self._stride = machine.size, slots.strides[1]
         self._offset = machine.rank * self._stride
         self._buffer_at = 0 if buffer is None else buffer.ctypes.data
-        self._yielding = seconds_of_offers(self._size)
+        self._yielding = spin_seconds(self._size)
         self._begun = 0  # messages
         self._waited = 0.0  # seconds, in this message
         self._message: HostArray = np.empty(0)

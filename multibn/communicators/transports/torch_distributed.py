@@ -11,25 +11,25 @@ import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
-from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
-from multibn.communicators.diagnostics import warn_if_launched
-from multibn.communicators.lines import (
+from multibn.communicators.channel import (
     LARGE,
+    Allreduce,
+    Channel,
+    ChannelCommunicator,
     HostArray,
-    Line,
-    LineCommunicator,
-    Lines,
     Transport,
     after_fork,
 )
+from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
+from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll
-from multibn.communicators.transports.gloo import EngineLine, Side, in_group
+from multibn.communicators.transports.gloo import BlockAllreduce, Side, in_group
 from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
 from multibn.communicators.watchdog import GroupInfo, Status
 
 
-class TorchDistributed(LineCommunicator):
+class TorchDistributed(ChannelCommunicator):
     """The processes of a torch ProcessGroup.
 
     Arrays on a GPU are summed there by a backend for GPUs, NCCL for example; over gloo they go
@@ -85,8 +85,8 @@ class TorchDistributed(LineCommunicator):
         # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
         self._known_under = _reference(None if group is None else dist.group.WORLD)
-        self._lines: Lines | None = None
-        self._lines_of = _reference(None)  # the group of these lines
+        self._channel: Channel | None = None
+        self._group_of_channel = _reference(None)  # the group of these lines
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
         if dist.is_initialized():
@@ -126,11 +126,11 @@ class TorchDistributed(LineCommunicator):
         return dist.get_world_size(self.group)
 
     @property
-    def lines(self) -> Lines:
+    def channel(self) -> Channel:
         group = self.group
-        if self._lines is None or self._lines_of() is not group:
-            self._lines, self._lines_of = _world().lines_of(group), _reference(group)
-        return self._lines
+        if self._channel is None or self._group_of_channel() is not group:
+            self._channel, self._group_of_channel = _world().channel_of(group), _reference(group)
+        return self._channel
 
     def takes(self, x: Array, /) -> bool:
         kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
@@ -208,7 +208,9 @@ class _Transport(Transport):
         self._machine: Machine | None = None
         self._side: Side | None = None
 
-    def open_line(self, number: int, buffer: HostArray | None) -> Generator[Poll, None, Line]:
+    def open_allreduce(
+        self, number: int, buffer: HostArray | None
+    ) -> Generator[Poll, None, Allreduce]:
         if self._machine is None or self._side is None:
             store = yield from meet(self._store, self.rank, self.size)
             self.board = StoreStatusBoard(store, self.rank)
@@ -216,9 +218,11 @@ class _Transport(Transport):
             self._side = Side(dist.PrefixStore("side", store), self.rank, self.size)
         # A network that works for NCCL need not work for gloo.
         if "cpu" not in self._backends or not dist.is_gloo_available():
-            return EngineLine(number, self.size, in_group(self._group, self._device()))
-        line = None if number == LARGE else (yield from self._machine.open_line(number, buffer))
-        return line or (yield from self._side.open_line(number))
+            return BlockAllreduce(number, self.size, in_group(self._group, self._device()))
+        allreduce = (
+            None if number == LARGE else (yield from self._machine.open_allreduce(number, buffer))
+        )
+        return allreduce or (yield from self._side.open_allreduce(number))
 
     def _device(self) -> torch.device:
         """Where the group can sum; a `Phase` makes the activation's GPU the current one."""
@@ -253,7 +257,7 @@ class _World:
 
     def __init__(self) -> None:
         self.default_group = _reference(dist.group.WORLD)
-        self.lines: MutableMapping[dist.ProcessGroup, Lines] = weakref.WeakKeyDictionary()
+        self.channel: MutableMapping[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
         # Groups made here, by their sorted ranks: torch gives a group no other order.
         self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
             weakref.WeakValueDictionary()
@@ -277,15 +281,15 @@ class _World:
         store = dist.distributed_c10d._get_default_store()
         return dist.PrefixStore(f"multibn/{name}/{self._names[name]}", store)
 
-    def lines_of(self, group: dist.ProcessGroup) -> Lines:
+    def channel_of(self, group: dist.ProcessGroup) -> Channel:
         """The lines of all handles of one process group."""
-        if group not in self.lines:
-            lines = self.lines[group] = Lines(_Transport(group))
+        if group not in self.channel:
+            channel = self.channel[group] = Channel(_Transport(group))
             # torch tells nobody that a group was destroyed, but drops it.
-            weakref.finalize(group, lines.release).atexit = False
+            weakref.finalize(group, channel.release).atexit = False
             if _inherited is not None and self.default_group() is _inherited:
-                lines.disown()
-        return self.lines[group]
+                channel.abandon_after_fork()
+        return self.channel[group]
 
     def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these global ranks. Collective over them when first called for them."""

@@ -1,4 +1,4 @@
-"""Lines over gloo, with ranks as threads."""
+"""Channel over gloo, with ranks as threads."""
 
 import sys
 import threading
@@ -16,16 +16,16 @@ require.need("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from multibn.communicators.lines import Line  # noqa: E402
+from multibn.communicators.channel import Allreduce  # noqa: E402
 from multibn.communicators.polling import chain  # noqa: E402
 from multibn.communicators.transports.gloo import Side  # noqa: E402
 
 SECONDS = 60.0
 
 
-def _opened(side: Side, number: int) -> Line:
-    opened: list[Line] = []
-    assert chain(side.open_line(number), opened.append)(SECONDS)
+def _opened(side: Side, number: int) -> Allreduce:
+    opened: list[Allreduce] = []
+    assert chain(side.open_allreduce(number), opened.append)(SECONDS)
     return opened[0]
 
 

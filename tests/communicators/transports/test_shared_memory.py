@@ -1,4 +1,4 @@
-"""Lines through shared memory, between threads: each opens the memory as a process would."""
+"""Channel through shared memory, between threads: each opens the memory as a process would."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators.lines import HostArray, seconds_of_offers
+from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import chain
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machine
@@ -34,7 +34,7 @@ if shared_memory.why_not() is not None:
 
 def _open(machine: Machine, number: int, buffer: HostArray | None = None) -> Any:
     opened: list[Any] = []
-    assert chain(machine.open_line(number, buffer), opened.append)(10.0)
+    assert chain(machine.open_allreduce(number, buffer), opened.append)(10.0)
     return opened[0]
 
 
@@ -162,7 +162,7 @@ def test_no_line_is_opened_where_memory_cannot_be_shared(
 
 def test_ranks_that_open_different_lines_do_not_meet() -> None:
     def opened(machine: Machine) -> bool:
-        done = chain(machine.open_line(8 + machine.rank, np.zeros(16)))
+        done = chain(machine.open_allreduce(8 + machine.rank, np.zeros(16)))
         return done(1.0) or done(0.1)
 
     assert _on_ranks(2, opened) == [False, False]
@@ -305,10 +305,10 @@ def test_cores_are_offered_for_long_where_there_are_enough(
         monkeypatch.delattr(os, "sched_getaffinity")
     cores = 3 if can_tell else 4
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "")
-    assert seconds_of_offers(cores) == 0.1
-    assert seconds_of_offers(cores + 1) == 2e-4
+    assert spin_seconds(cores) == 0.1
+    assert spin_seconds(cores + 1) == 2e-4
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "5")
-    assert seconds_of_offers() == 2e-4
+    assert spin_seconds() == 2e-4
 
 
 def test_arguments_of_the_extension_are_checked(gate: HostArray) -> None:

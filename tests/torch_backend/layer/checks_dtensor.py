@@ -30,7 +30,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.communicators.lines import FIRST_MESSAGES, Lines
+from multibn.communicators.channel import FIRST_MESSAGES, Channel
 from multibn.parity import oracle
 from multibn.torch_backend import (
     SubBatchNorm2d,
@@ -76,7 +76,7 @@ def _place(x: Tensor, mesh: Any, placements: Any) -> Any:
 def _messages() -> Iterator[list[int]]:
     """The sizes of this rank's messages over lines, without the first messages of layers."""
     sizes: list[int] = []
-    exchange, add = Lines.exchange, Lines.sum
+    exchange, add = Channel.exchange, Channel.sum
 
     def counting_exchange(self: Any, buffer: Any, *arguments: Any) -> None:
         sizes.append(buffer.size)
@@ -88,8 +88,8 @@ def _messages() -> Iterator[list[int]]:
         return add(self, a, place, *arguments, **options)
 
     with (
-        patch.object(Lines, "exchange", counting_exchange),
-        patch.object(Lines, "sum", counting_sum),
+        patch.object(Channel, "exchange", counting_exchange),
+        patch.object(Channel, "sum", counting_sum),
     ):
         yield sizes
 

@@ -90,7 +90,7 @@ def check_stages_that_share_the_default_group_are_an_error(world: Communicator) 
     index = pp.get_local_rank()
     # All ranks, as the default group; later checks need the default group itself.
     everyone = TorchDistributed(dist.new_group())
-    everyone.lines.watchdog.timeout = 1.0
+    everyone.channel.watchdog.timeout = 1.0
     net = convert_sync_batchnorm(_network(), everyone)
     x, target = _batches(1)[0]
     stage = PipelineStage(
@@ -102,7 +102,7 @@ def check_stages_that_share_the_default_group_are_an_error(world: Communicator) 
         schedule.step(*(() if index else (x,)), target=target if index else None)
     if index == 0:  # the other stage waits for an output
         dist.send(target[:9], world.rank + 1, pp.get_group())
-    everyone.lines.abandon()
+    everyone.channel.abandon()
     reason = str(caught.value.__cause__)
     # The first rank that gives up tells the others.
     missing = (

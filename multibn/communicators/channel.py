@@ -1,4 +1,4 @@
-"""Lines: the ways of messages in host memory, the same for every transport.
+"""Channel: the ways of messages in host memory, the same for every transport.
 
 A line is a way between all ranks of a group for messages of one length, so that unlike messages
 never meet, neither with each other nor with what else the program sends. A transport opens lines
@@ -27,13 +27,13 @@ from multibn.communicators.watchdog import GroupInfo, StatusBoard, Watchdog
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
-# Lines that are not named by the length of their messages.
+# Channel that are not named by the length of their messages.
 _ANY = 0  # carries arrays of any shape and dtype
 FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
 LARGE = -2  # carries arrays that are too large for the first
 
 
-class Line(Protocol):
+class Allreduce(Protocol):
     """A way for messages between all ranks; one message at a time."""
 
     def begin(self, a: HostArray) -> Poll:
@@ -50,7 +50,9 @@ class Transport(ABC):
     most_bytes = math.inf  # of an array that is not `LARGE`
 
     @abstractmethod
-    def open_line(self, number: int, buffer: HostArray | None) -> Generator[Poll, None, Line]:
+    def open_allreduce(
+        self, number: int, buffer: HostArray | None
+    ) -> Generator[Poll, None, Allreduce]:
         """Open a line, in steps as `chain` takes.
 
         Collective: all ranks open the same lines in the same order.
@@ -74,7 +76,7 @@ class Transport(ABC):
         """
 
 
-class Lines:
+class Channel:
     """The lines of one group of processes, which all handles of the group share."""
 
     def __init__(self, transport: Transport) -> None:
@@ -82,23 +84,23 @@ class Lines:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.watchdog = Watchdog(self.rank, self.size, transport.known)
-        self._open: dict[int, Line] = {}
+        self._open: dict[int, Allreduce] = {}
         # By the length of messages: their memory, and what begins to sum what stands there.
         self._buffers: dict[int, tuple[HostArray, Callable[[], Poll]]] = {}
-        _all_lines.add(self)
+        _channels.add(self)
 
     @property
     def ways(self) -> list[str]:
         """What has carried the messages of layers: "shared memory", for example."""
-        lines = [line for number, line in self._open.items() if number > 0]
-        return sorted({type(e).__module__.rpartition(".")[2].replace("_", " ") for e in lines})
+        channel = [allreduce for number, allreduce in self._open.items() if number > 0]
+        return sorted({type(e).__module__.rpartition(".")[2].replace("_", " ") for e in channel})
 
     def sum(self, a: HostArray, place: str, text: object, *, number: int = _ANY) -> HostArray:
         """The sum of `a` over the ranks, a new array; arguments as `Watchdog.wait`. Collective."""
         total = a.copy()
         if self.size > 1:
-            line = self._open.get(number) or self._opened(number, None, text)
-            begin = partial(line.begin, total)
+            allreduce = self._open.get(number) or self._opened(number, None, text)
+            begin = partial(allreduce.begin, total)
             if a.nbytes > self.transport.most_bytes:
                 begin = partial(chain, self._sum_large(total))
             self.watchdog.wait(begin, place, text)
@@ -111,7 +113,7 @@ class Lines:
         must not take that for a collective that all have completed.
         """
         if LARGE not in self._open:
-            self._open[LARGE] = yield from self.transport.open_line(LARGE, None)
+            self._open[LARGE] = yield from self.transport.open_allreduce(LARGE, None)
         yield self._open[LARGE].begin(a)
 
     def buffer(self, length: int, text: object) -> HostArray:
@@ -121,8 +123,8 @@ class Lines:
         """
         if length not in self._buffers:
             memory = np.zeros(length)
-            line = self._opened(length, memory, text)
-            self._buffers[length] = memory, partial(line.begin, memory)
+            allreduce = self._opened(length, memory, text)
+            self._buffers[length] = memory, partial(allreduce.begin, memory)
         return self._buffers[length][0]
 
     def exchange(self, buffer: HostArray, place: str, text: object) -> None:
@@ -131,7 +133,7 @@ class Lines:
             self.watchdog.check(text)
         self.watchdog.wait(self._buffers[buffer.size][1], place, text)
 
-    def disown(self) -> None:
+    def abandon_after_fork(self) -> None:
         """This process is a fork of the one whose place among the ranks the lines have."""
         self.abandon()
         self.transport.close(failed=True)
@@ -143,7 +145,7 @@ class Lines:
 
     def abandon(self) -> None:
         """No rank waits for these lines any more; the end of the program need not mention them."""
-        _all_lines.discard(self)
+        _channels.discard(self)
 
     def release(self) -> None:
         """The user has destroyed the group: let go of what the lines hold."""
@@ -157,42 +159,42 @@ class Lines:
             self.transport.free()
         self.transport.close(failed=failed)
 
-    def _opened(self, number: int, buffer: HostArray | None, text: object) -> Line:
+    def _opened(self, number: int, buffer: HostArray | None, text: object) -> Allreduce:
         self.watchdog.check(text)  # before a fork touches the transport
         if number != _ANY and _ANY not in self._open:
             self._opened(_ANY, None, text)
-        opened: list[Line] = []
-        steps = self.transport.open_line(number, buffer)
+        opened: list[Allreduce] = []
+        steps = self.transport.open_allreduce(number, buffer)
         self.watchdog.board = self.transport.board
         self.watchdog.look(
             f"open {number}", str(text)
         )  # connecting to a rank that failed takes long
         self.watchdog.wait(lambda: chain(steps, opened.append), f"open {number}", text)
         self.watchdog.board = self.transport.board
-        (line,) = opened
-        self._open[number] = line
+        (allreduce,) = opened
+        self._open[number] = allreduce
         if number == _ANY:
             every: Any = SimpleNamespace(rank=self.rank, size=self.size)
             every.allreduce = lambda a: self.sum(a, "introduction", text)
             self.watchdog.exchange_pids(lambda me: gather(me, every))
-        return line
+        return allreduce
 
 
-class LineCommunicator(Handle, ABC):
+class ChannelCommunicator(Handle, ABC):
     """A communicator whose messages in host memory travel in lines."""
 
     @property
     @abstractmethod
-    def lines(self) -> Lines | None:
+    def channel(self) -> Channel | None:
         """None where every sum is on a device."""
 
     def allreduce(self, x: Array, /) -> Array:
         if self.takes(x):
             return self.allreduce_on_device(x)
-        assert self.lines is not None
+        assert self.channel is not None
         a = to_host(x)
         text = f"a sum of {a.dtype} numbers of shape {a.shape}"
-        return from_host(self.lines.sum(a, text, text), x)
+        return from_host(self.channel.sum(a, text, text), x)
 
     def takes(self, x: Array, /) -> bool:
         """Whether `x` is summed on its device; otherwise `x` goes through host memory."""
@@ -207,7 +209,7 @@ class LineCommunicator(Handle, ABC):
         return self.allreduce_on_device(x)
 
 
-def seconds_of_offers(num_ranks: int = 1) -> float:
+def spin_seconds(num_ranks: int = 1) -> float:
     """How long a rank that waits only offers its core, and wakes without delay.
 
     Not long where the ranks of a machine outnumber its cores: the system would spend its time on
@@ -227,7 +229,7 @@ def after_fork(function: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=function)
 
 
-_all_lines: WeakSet[Lines] = WeakSet()
+_channels: WeakSet[Channel] = WeakSet()
 
 
 @cache
@@ -239,8 +241,8 @@ def _leave_at_exit() -> None:
 
 def _after_fork() -> None:
     """In a forked child: the child says nothing in its parent's name, not even at its end."""
-    for lines in list(_all_lines):
-        lines.disown()
+    for channel in list(_channels):
+        channel.abandon_after_fork()
 
 
 after_fork(_after_fork)
@@ -249,12 +251,12 @@ after_fork(_after_fork)
 def _leave() -> None:
     """At exit: no rank may be left to wait for this process."""
     log_last_error()
-    every = list(_all_lines)
+    every = list(_channels)
     error = uncaught()
-    failed = error is not None or any(lines.watchdog.failure for lines in every)
-    for lines in every:
-        lines.watchdog.leave(error)
-    for lines in every:
-        lines.transport.close(failed=lines.watchdog.failure is not None)
-    for lines in every:
-        lines.transport.end(failed=failed)
+    failed = error is not None or any(channel.watchdog.failure for channel in every)
+    for channel in every:
+        channel.watchdog.leave(error)
+    for channel in every:
+        channel.transport.close(failed=channel.watchdog.failure is not None)
+    for channel in every:
+        channel.transport.end(failed=failed)
