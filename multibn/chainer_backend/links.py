@@ -17,9 +17,9 @@ from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, chec
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.functions import masked
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.diagnostics import find_module_path
+from multibn.communicators.handshake import LayerId
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import step
 from multibn.engine.population import Pool
@@ -146,7 +146,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         fuse_relu: bool = False,
     ) -> None:
         super().__init__()
-        self._built = Built()
+        self._built = LayerId()
         self._communicator = _wrapped(comm, communication_backend)
         self._communication_backend = communication_backend
         self.weighting: Weighting = weighting

@@ -2,7 +2,7 @@
 
 A sum of unlike messages is a silent wrong number where their lengths agree; where not, the sum ends
 the process inside the transport. So a layer's first message has the same length for all layers, and
-compares the layers (see `agreement`); each later message carries a fingerprint of what the
+compares the layers (see `handshake`); each later message carries a fingerprint of what the
 rank is doing (see `multibn.message`). All ranks see the same sums, so that all of them turn to ask
 each other in the same moment.
 """
@@ -18,10 +18,10 @@ from multibn import message
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import nonfinite
-from multibn.communicators.agreement import Built, Known, agree, check_kind, explained
 from multibn.communicators.channel import Channel, ChannelCommunicator, HostArray
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
+from multibn.communicators.handshake import GroupState, LayerId, check_kind, explained, handshake
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.communicators.watchdog import ALIKE, alike
 from multibn.message import Message
@@ -42,7 +42,7 @@ class Conversation(Forwarding):
         communicator: Communicator,
         find_name: Callable[[], str],
         *,
-        built: Built | None = None,
+        built: LayerId | None = None,
         options: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         self.wrapped = communicator
@@ -52,8 +52,8 @@ class Conversation(Forwarding):
         self.phases: dict[tuple[str, Any, bool, bool], Phase] = {}
         self._elsewhere: dict[Communicator, Conversation] = {}
         # The names that the layer has in each group, by its own name and the messages' length.
-        self.names: WeakKeyDictionary[Known, dict[Any, str]] = WeakKeyDictionary()
-        self.own_known = Known()  # of a communicator that no table can hold
+        self.names: WeakKeyDictionary[GroupState, dict[Any, str]] = WeakKeyDictionary()
+        self.own_known = GroupState()  # of a communicator that no table can hold
 
     @cached_property
     def name(self) -> str:
@@ -114,13 +114,13 @@ class _Latest:
 class Phase(Forwarding):
     """A layer's communicator in one phase.
 
-    What goes with each message is found out once for each number of numbers, by `_agree`.
+    What goes with each message is found out once for each number of numbers, by `_handshake`.
     """
 
     _communicator: Any = None  # of the latest messages
     _channel: Channel | None
     _size: int
-    _known: Known
+    _known: GroupState
     _place: str
     _fingerprint: float
     _fingerprints: list[float]  # what all ranks together send, if each sends the same
@@ -155,7 +155,7 @@ class Phase(Forwarding):
 
         None where the communicator has no lines. Collective at the first call.
         """
-        self._agree(n)
+        self._handshake(n)
         if self._size == 1:
             memory = np.empty(n)
             # A user's own class may do anything, and is called.
@@ -171,7 +171,7 @@ class Phase(Forwarding):
 
         None where such a message would go through host memory. Collective at the first call.
         """
-        self._agree(n, like)
+        self._handshake(n, like)
         device = like.device
         if device not in self._dtypes:
             takes = self._size > 1 and (self._channel is None or self._communicator.takes(like))
@@ -193,7 +193,7 @@ class Phase(Forwarding):
             self._calls += 1
             return self._allreduce_array(x)
         if self._num_numbers < 0 or x is not self._payload:
-            self._agree(x.shape[0], x)
+            self._handshake(x.shape[0], x)
         payload, is_for_us = self._payload, False
         self._calls += 1
         if self._size == 1:
@@ -221,7 +221,7 @@ class Phase(Forwarding):
         """A call of the layer, for people."""
         return f"{display_name(self.wrapped.name)} ({self.name}, {self.kind}, call {number})"
 
-    def _agree(self, n: int, like: Any = None) -> None:
+    def _handshake(self, n: int, like: Any = None) -> None:
         """Learn that all ranks are in a layer like this one; collective where that is not known.
 
         A group that sums on GPUs alone does so on that of `like`.
@@ -247,7 +247,7 @@ class Phase(Forwarding):
             length = n + self.num_lanes
             call = self._call(self._calls + 1)
             with on_device_of(like):
-                name, self._known = agree(layer, communicator, self._channel, length, call)
+                name, self._known = handshake(layer, communicator, self._channel, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             layer_name, _, number = name.rpartition(" ")
             channels = message.num_channels(length)

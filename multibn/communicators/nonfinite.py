@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from multibn import message
-from multibn.communicators.agreement import meet
 from multibn.communicators.channel import HostArray
 from multibn.communicators.communicator import identity
 from multibn.communicators.diagnostics import display_name, log_and_raise
+from multibn.communicators.handshake import meet
 
 
 def layer_of(communicator: Any) -> Any:

@@ -12,8 +12,8 @@ from multibn._arrays import to_host
 from multibn._environment import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
-from multibn.communicators.agreement import look_at_unread, meet
 from multibn.communicators.communicator import gather
+from multibn.communicators.handshake import look_at_unread, meet
 from multibn.communicators.resolve import default_group
 
 _STATISTICS = "running_", "avg_"  # the beginnings of their names

@@ -21,7 +21,7 @@ _arrays checkpoint.files
 message communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watchdog
 communicators.channel
-communicators.agreement communicators.nonfinite communicators.transports
+communicators.handshake communicators.nonfinite communicators.transports
 communicators.resolve communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core
 kernels.triton.steps

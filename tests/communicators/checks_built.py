@@ -17,7 +17,7 @@ from torch import nn
 
 from multibn import torch_backend
 from multibn.communicators import Communicator
-from multibn.communicators.agreement import Built
+from multibn.communicators.handshake import LayerId
 from multibn.options import NormOptions
 from tests.harness.runs import on
 from tests.helpers import require
@@ -46,12 +46,12 @@ def _expect_right(models: Sequence[nn.Module]) -> None:
 @contextlib.contextmanager
 def _numbers_restored() -> Iterator[None]:
     """Other checks share the processes; some have built, and keep, layers on one rank alone."""
-    before = Built.num_layers, Built._alive
-    Built._alive = WeakSet()
+    before = LayerId.num_layers, LayerId._alive
+    LayerId._alive = WeakSet()
     try:
         yield
     finally:
-        Built.num_layers, Built._alive = before
+        LayerId.num_layers, LayerId._alive = before
 
 
 _COPIES: dict[str, Callable[[nn.Module], object]] = {
@@ -102,7 +102,7 @@ def check_nothing_lives_on_of_layers_over_some_ranks(world: Communicator) -> Non
                 if world.rank != left_out:
                     alive.append(weakref.ref(trained(group)))
                 gc.collect()
-                alive += Built._alive
+                alive += LayerId._alive
                 trained(world)
                 gc.collect()
     assert not [each for each in alive if not isinstance(each, weakref.ref) or each()]

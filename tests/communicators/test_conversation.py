@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, message
-from multibn.communicators.agreement import meet
 from multibn.communicators.conversation import Conversation, Phase
+from multibn.communicators.handshake import meet
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.statistics import Moments, aggregate

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multibn import kernels
 from multibn.communicators import nonfinite
-from multibn.communicators.agreement import look_at_unread
 from multibn.communicators.communicator import Handle
 from multibn.communicators.conversation import Phase
+from multibn.communicators.handshake import look_at_unread
 from multibn.kernels import Input, Running, cuda, generic
 from multibn.message import LARGEST
 from multibn.torch_backend import SyncBatchNorm

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.diagnostics import find_module_path
+from multibn.communicators.handshake import LayerId
 from multibn.engine import recompute
 from multibn.engine.population import Pool
 from multibn.kernels import Running
@@ -60,7 +60,7 @@ class Synchronized(nn.Module):
 
     Options: ClassVar[type[LayerOptions]] = LayerOptions
 
-    built: Built  # which of the process's layers this one is
+    built: LayerId  # which of the process's layers this one is
     conversation: Conversation  # the layer's communicator, with the layer's name in its model
     pool: Pool | None = None  # of the step of `step_statistics` that is under way
     nonfinite: Nonfinite = None
@@ -73,7 +73,7 @@ class Synchronized(nn.Module):
         nonfinite: Nonfinite = None,
     ) -> None:
         """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
-        self.built = Built()
+        self.built = LayerId()
         self.process_group = process_group
         self.nonfinite = nonfinite
         self.weighting: Weighting = weighting

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.communicators.agreement import meet
+from multibn.communicators.handshake import meet
 from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide

@@ -19,7 +19,7 @@ from multibn.communicators.diagnostics import display_name, group_ranks_by, log_
 from multibn.communicators.watchdog import ALIKE
 
 
-class Built:
+class LayerId:
     """Which of this process's layers one is: two models of one architecture have the same names.
 
     A copy or a pickle of a layer has the number of its original, and no part in the numbers of
@@ -28,18 +28,18 @@ class Built:
 
     num_layers = 0  # without copies
     _orders = count()
-    _alive: "WeakSet[Built]" = WeakSet()
+    _alive: "WeakSet[LayerId]" = WeakSet()
 
     def __init__(self, original: int | None = None) -> None:
         self.is_copy = original is not None
         if original is None:
-            Built.num_layers += 1
-        self.number = original or Built.num_layers
+            LayerId.num_layers += 1
+        self.number = original or LayerId.num_layers
         self._order = next(self._orders)
         self._alive.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Built, (self.number,)
+        return LayerId, (self.number,)
 
     def __str__(self) -> str:
         what = "a copy of the layer" if self.is_copy else "the layer"
@@ -56,7 +56,7 @@ class Built:
         return older, sum(b.number == self.number and b._order < self._order for b in alive)
 
 
-class Known:
+class GroupState:
     """The comparisons of the layers of a group of ranks, equal on all of them."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Known:
                 raise
 
 
-_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
 
 
 def look_at_unread() -> None:
@@ -101,9 +101,9 @@ def look_at_unread() -> None:
         known.look(0)
 
 
-def agree(
+def handshake(
     layer: Any, communicator: Any, channel: Channel | None, length: int, call: object
-) -> tuple[str, Known]:
+) -> tuple[str, GroupState]:
     """The layer's name among these ranks, no other layer's, and what else they know.
 
     Collective where the layer has not compared itself for messages of this length.
@@ -123,9 +123,9 @@ def agree(
     return names[key], known
 
 
-def _known_of(communicator: Any, channel: Channel | None, otherwise: Known) -> Known:
+def _known_of(communicator: Any, channel: Channel | None, otherwise: GroupState) -> GroupState:
     try:
-        return _known.setdefault(communicator if channel is None else channel, Known())
+        return _known.setdefault(communicator if channel is None else channel, GroupState())
     except TypeError:  # no hash, or no weak references: each layer compares for itself
         return otherwise
 
@@ -137,7 +137,7 @@ def meet(
     *,
     text: str = "",
     mark: float = 0.0,
-    known: Known | None = None,
+    known: GroupState | None = None,
 ) -> tuple[bool, float]:
     """Whether all ranks bring equal facts to messages of one kind, and the sum of their marks.
 
@@ -149,7 +149,7 @@ def meet(
     if bare.size == 1:
         return True, mark
     channel = bare.channel if isinstance(bare, ChannelCommunicator) else None
-    known = known or _known_of(bare, channel, Known())
+    known = known or _known_of(bare, channel, GroupState())
     v = message.fingerprint(kind + facts)
     numbers: HostArray = np.zeros(4 if channel is not None else max(known.longest, 4))
     numbers[-4:] = mark, 0.0, v, v * v  # a layer that refuses its input has NaN where 0 stands
@@ -176,7 +176,12 @@ def check_kind(communicator: Any, kind: str, text: str) -> None:
 
 
 def _compare(
-    layer: Any, communicator: Any, channel: Channel | None, length: int, call: object, known: Known
+    layer: Any,
+    communicator: Any,
+    channel: Channel | None,
+    length: int,
+    call: object,
+    known: GroupState,
 ) -> str:
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     # Ranks without lines may be threads of one process, which count each other's layers.
@@ -196,9 +201,9 @@ def _compare(
     return str(layer.name) if is_alike else explained(layer, communicator, built, options)
 
 
-def explained(layer: Any, communicator: Any, built: Built | None, options: dict[str, str]) -> str:
+def explained(layer: Any, communicator: Any, built: LayerId | None, options: dict[str, str]) -> str:
     """As `_compare`, of ranks whose first messages differ; most differences are errors."""
-    facts = _version.__version__, layer.name, f"{built} of {Built.num_layers}", options
+    facts = _version.__version__, layer.name, f"{built} of {LayerId.num_layers}", options
     versions, names, built_as, all_options = zip(*gather(facts, communicator), strict=True)
     if len(set(versions)) > 1:
         log_and_raise(
