@@ -7,7 +7,7 @@ layer with C channels, the payload is
   what the rank counts for;
 - backward, 2C numbers: `sum_dy`, `sum_dy_xhat`.
 
-Lanes follow the payload: zeros that make backward messages as long as forward ones, then a
+A trailer follows the payload: zeros that make backward messages as long as forward ones, then a
 fingerprint v and v**2. The fingerprint stands for the layer's name, the phase and the dtype: all of
 W ranks have sent the same v if and only if W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). Equal
 lengths let ranks in different phases of a layer meet, and find that out from the fingerprints.
@@ -46,12 +46,12 @@ class Message(NamedTuple):
     """Memory of a torch GPU for a message.
 
     A kernel that writes a layer's payload writes the rest of the memory, too: zeros before the
-    payload, and lanes behind it.
+    payload, and trailer behind it.
     """
 
     numbers: Array  # not initialised
     start: int  # of the payload
-    fingerprint: float  # the v of the lanes
+    fingerprint: float  # the v of the trailer
 
     def write(self, payload: Array) -> "Message":
         """Fill the memory."""
@@ -63,12 +63,12 @@ class Message(NamedTuple):
 
 
 def forward_payload(num_channels: int, /) -> int:
-    """How many numbers a layer of so many channels sends forward, beside the lanes."""
+    """How many numbers a layer of so many channels sends forward, beside the trailer."""
     return 2 * num_channels + _NUM_SCALARS
 
 
 def backward_payload(num_channels: int, /) -> int:
-    """How many numbers a layer of so many channels sends backward, beside the lanes."""
+    """How many numbers a layer of so many channels sends backward, beside the trailer."""
     return 2 * num_channels
 
 
@@ -82,7 +82,7 @@ def num_channels(length: int, /) -> int:
     return (length - _NUM_FINGERPRINTS - _NUM_SCALARS) // 2
 
 
-def lanes(phase: str, fingerprint: float, /) -> list[float]:
+def trailer(phase: str, fingerprint: float, /) -> list[float]:
     """The numbers that follow the payload."""
     padding = [0.0] * _NUM_SCALARS if phase == "backward" else []
     return [*padding, fingerprint, fingerprint * fingerprint]
@@ -98,12 +98,12 @@ def all_equal(total: Any, total_of_squares: Any, size: int, /) -> bool:
     return int(size) * int(total_of_squares) == int(total) ** 2
 
 
-def is_refusal(summed: Array, num_lanes: int = 0, /) -> bool:
+def is_refusal(summed: Array, num_trailer: int = 0, /) -> bool:
     """Whether the sum of forward messages has the NaN of a rank that refused its input.
 
     The count is the last number of a payload.
     """
-    return math.isnan(summed[-1 - num_lanes])
+    return math.isnan(summed[-1 - num_trailer])
 
 
 def mark(rank: int, /) -> float:

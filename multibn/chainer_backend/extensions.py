@@ -163,7 +163,9 @@ class _Norm:
         self.estimator = Population(link.avg_mean)
         self.num_calls = 0
         is_multi_node = isinstance(link, MultiNodeBatchNormalization)
-        self.communicator: Communicator = link.conversation if is_multi_node else SingleProcess()
+        self.communicator: Communicator = (
+            link.layer_communicator if is_multi_node else SingleProcess()
+        )
 
     def count(self) -> None:
         self.num_calls += 1

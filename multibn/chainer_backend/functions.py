@@ -12,7 +12,7 @@ from chainer import functions as F
 from multibn._arrays import array_namespace
 from multibn._typing import Array, Weighting, check_residual
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import during
+from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
 from multibn.engine.statistics import BatchStatistics

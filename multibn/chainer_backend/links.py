@@ -17,9 +17,9 @@ from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, chec
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.functions import masked
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.communicators.conversation import Conversation
 from multibn.communicators.diagnostics import find_module_path
 from multibn.communicators.handshake import LayerId
+from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import step
 from multibn.engine.population import Pool
@@ -174,11 +174,11 @@ class MultiNodeBatchNormalization(chainer.Link):
                 self.beta = self._parameter(0 if initial_beta is None else initial_beta)
 
     @property
-    def conversation(self) -> Conversation:
+    def layer_communicator(self) -> LayerCommunicator:
         """The link's communicator, under the name that the link has in its model."""
         if self not in _conversations:
             own = weakref.ref(self)
-            _conversations[self] = Conversation(
+            _conversations[self] = LayerCommunicator(
                 self._communicator,
                 lambda: _name(own()),
                 built=self._built,
@@ -249,7 +249,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         `gamma` and `beta`. A backward pass with a graph computes in float64 and repeats the forward
         pass's allreduce; each of its allreduces has another one in the next derivative.
         """
-        communicator = self.conversation if chainer.config.train else SingleProcess()
+        communicator = self.layer_communicator if chainer.config.train else SingleProcess()
         options = {"residual": residual, "mask": mask, "lengths": lengths}
         channels = self.avg_mean.shape
         axis, mask = functions.check_input(x, channels, self.axis, communicator, **options)
@@ -267,7 +267,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             moved.running = running
         if not chainer.config.in_recomputing:  # by F.forget
             i = i._replace(running=moved)
-        y = functions.normalize(i, self.conversation, weighting=self.weighting)
+        y = functions.normalize(i, self.layer_communicator, weighting=self.weighting)
         if moved is running:
             self.count(running)
         return y
@@ -297,7 +297,7 @@ class MultiNodeBatchNormalization(chainer.Link):
 
 
 # Not attributes of the links: a copy of a link needs its own conversation, with its own name.
-_conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionary()
+_conversations: WeakKeyDictionary[chainer.Link, LayerCommunicator] = WeakKeyDictionary()
 
 # The links in a step of `step_statistics`, and their pools after a call. Copies are in no step.
 steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()

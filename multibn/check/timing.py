@@ -9,7 +9,7 @@ import numpy as np
 
 from multibn import message
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.layer_communicator import LayerCommunicator
 
 Step: TypeAlias = Callable[[], object]
 # A row for each round: the time on the wall, and of the processor.
@@ -34,7 +34,7 @@ def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = Fals
 
     The first is of forward messages with all checks, the second of bare allreduces as long.
     """
-    phase = Conversation(communicator, lambda: f"{C}").during("forward", np.dtype(np.float32))
+    phase = LayerCommunicator(communicator, lambda: f"{C}").during("forward", np.dtype(np.float32))
     n, sent = message.forward_payload(C), np.zeros(message.length(C))
     numbers: Any = sent
     bare: Step = lambda: communicator.mpi_comm.Allreduce(sent, sent.copy())  # noqa: E731

@@ -13,7 +13,7 @@ from multibn.communicators.handshake import meet
 
 
 def layer_of(communicator: Any) -> Any:
-    """The `Conversation` of the layer that uses the communicator, or None."""
+    """The `LayerCommunicator` of the layer that uses the communicator, or None."""
     while communicator is not None and not hasattr(communicator, "num_messages"):
         communicator = getattr(communicator, "wrapped", None)
     return communicator

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from multibn import kernels, message
 from multibn._arrays import array_namespace, device, to_host, values
 from multibn._typing import Array, Weighting
-from multibn.communicators import Communicator, conversation, nonfinite
+from multibn.communicators import Communicator, layer_communicator, nonfinite
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
@@ -205,7 +205,7 @@ def refuse(
     mark = message.mark(communicator.rank)
     payload = xp.full(shape, mark, dtype=wide.dtype, device=device(wide))
     payload[-1] = message.REFUSED  # the count
-    conversation.during(communicator, "forward", like.dtype).allreduce(payload)
+    layer_communicator.during(communicator, "forward", like.dtype).allreduce(payload)
 
 
 def not_floating(x: Array) -> TypeError:

@@ -12,7 +12,7 @@ from multibn import kernels, message
 from multibn._arrays import is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import Conversation, Phase
+from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
 from multibn.kernels import BatchStatistics, Running, generic
@@ -144,9 +144,9 @@ def _message(
     On a GPU of torch's a `Message`; None where the communicator has no memory to offer. The mark is
     this rank's, see `multibn.message`. Collective at the first call.
     """
-    if type(communicator) is Conversation:
+    if type(communicator) is LayerCommunicator:
         communicator = communicator.during(phase, x.dtype, needs_gradient)
-    if type(communicator) is Phase:
+    if type(communicator) is LayerPhase:
         if type(x) is np.ndarray or getattr(x, "is_cpu", False):
             return communicator, communicator.buffer(length), communicator.mark
         if getattr(x, "is_cuda", False):

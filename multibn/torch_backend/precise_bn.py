@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from multibn._typing import check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.communicators.conversation import during
+from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import skips
 from multibn.engine.population import Pool, PopulationEstimator, running_variance
 from multibn.engine.precise import Estimate, Pass, Population, input_of
@@ -285,7 +285,7 @@ class _WatchedNorm:
         self.module = module
         self.communicator: Communicator = SingleProcess()
         if isinstance(module, Synchronized):
-            self.communicator = module.conversation
+            self.communicator = module.layer_communicator
         elif isinstance(module, nn.SyncBatchNorm):
             self.communicator = as_communicator(module.process_group)
         self.num_features = norms[0].num_features

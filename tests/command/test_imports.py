@@ -22,7 +22,7 @@ message communicators.communicator communicators.diagnostics communicators.polli
 checkpoint communicators.watchdog
 communicators.channel
 communicators.handshake communicators.nonfinite communicators.transports
-communicators.resolve communicators.conversation
+communicators.resolve communicators.layer_communicator
 communicators kernels.arguments kernels.layout kernels.core
 kernels.triton.steps
 kernels.generic kernels.triton

@@ -14,7 +14,7 @@ import pytest
 from multibn import message
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import channel as _channel
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.watchdog import PATIENCE
 from tests.communicators import conformance
 from tests.communicators.transports import standin_cupy
@@ -138,7 +138,7 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
 @only(sizes=(2, 3, 4), needs=("a machine without CuPy",))
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
     """At once, and not one call later: over these transports they come through host memory."""
-    phase = Conversation(world, lambda: "bn").during("forward", np.dtype("float32"))
+    phase = LayerCommunicator(world, lambda: "bn").during("forward", np.dtype("float32"))
     mark = message.mark(world.rank)
     with standin_cupy.installed() as cupy:
         for last, kind, expected in (
@@ -201,7 +201,7 @@ def fresh(world: Communicator) -> Any:
 
 
 def _phase(communicator: Communicator, name: str) -> Any:
-    return Conversation(communicator, lambda: name).during("forward", np.dtype("float32"))
+    return LayerCommunicator(communicator, lambda: name).during("forward", np.dtype("float32"))
 
 
 def _said(communicator: Any, payload: Any, world: Communicator) -> str:

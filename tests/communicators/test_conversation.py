@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, message
-from multibn.communicators.conversation import Conversation, Phase
 from multibn.communicators.handshake import meet
+from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.statistics import Moments, aggregate
@@ -40,8 +40,8 @@ def _errors(size: int, work: Callable[[ThreadCommunicator], object]) -> list[Exc
     return run_ranks(size, run)
 
 
-def _phase(communicator: Any, name: str, phase: str = "forward") -> Phase:
-    return Conversation(communicator, lambda: name).during(phase, np.dtype("float32"))
+def _phase(communicator: Any, name: str, phase: str = "forward") -> LayerPhase:
+    return LayerCommunicator(communicator, lambda: name).during(phase, np.dtype("float32"))
 
 
 @pytest.fixture(params=["numpy", "cupy"])
@@ -168,7 +168,7 @@ def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None
 
     def work(world: ThreadCommunicator) -> None:
         own = SimpleNamespace(rank=world.rank, size=2, allreduce=world.allreduce, split=None)
-        layer = Conversation(own, lambda: "bn")
+        layer = LayerCommunicator(own, lambda: "bn")
         for dtype in ("float32", "float32", "float64" if world.rank else "float32"):
             layer.during("forward", np.dtype(dtype)).allreduce(np.ones(LENGTH))
 
@@ -467,7 +467,7 @@ def test_a_common_factor_of_the_weights_changes_nothing(scale: float) -> None:
 def test_messages_of_both_phases_have_one_length() -> None:
     assert message.length(C) == 2 * C + 4
     for phase, payload in (("forward", 2 * C + 2), ("backward", 2 * C)):
-        assert payload + len(message.lanes(phase, 7.0)) == message.length(C)
+        assert payload + len(message.trailer(phase, 7.0)) == message.length(C)
     assert message.num_channels(message.length(C)) == C
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
 from multibn.kernels import Gradient, Input, Running, cuda, generic
-from multibn.message import Message, lanes
+from multibn.message import Message, trailer
 from tests.kernels.passes import (
     AXIS,
     DEVICE,
@@ -171,7 +171,7 @@ def test_a_message_may_have_memory_of_its_own(start: int, file: Any, launched: l
     for phase, n in (("forward", 12), ("backward", 10)):
         payload = written(phase).tolist()
         assert len(payload) == n
-        right = start * [0] + payload + lanes(phase, 7.0)
+        right = start * [0] + payload + trailer(phase, 7.0)
         numbers = torch.full((len(right),), math.nan, dtype=torch.float64).to(DEVICE)
         message = Message(numbers, start, 7.0)
         assert written(phase, message) is message

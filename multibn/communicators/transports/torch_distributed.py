@@ -225,7 +225,7 @@ class _Transport(Transport):
         return allreduce or (yield from self._side.open_allreduce(number))
 
     def _device(self) -> torch.device:
-        """Where the group can sum; a `Phase` makes the activation's GPU the current one."""
+        """Where the group can sum; a `LayerPhase` makes the activation's GPU the current one."""
         kind = "cpu" if "cpu" in self._backends else next(iter(self._backends))
         if kind == "cuda":
             bound: Any = getattr(self._group(), "bound_device_id", None)

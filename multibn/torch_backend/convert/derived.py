@@ -108,14 +108,16 @@ class _OwnForward(_Derived):
                 y = self.converted_from.forward(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
             if self.training and not sharing.reached:  # the other ranks will wait for this one
-                functional.refuse(error, x, self.num_features, self.conversation)
+                functional.refuse(error, x, self.num_features, self.layer_communicator)
             raise
         # Later, a class may return an empty batch as it is, or normalize alone where it is alone.
-        may_pass = self._shares and (self.conversation.size == 1 or (x is not None and not len(x)))
+        may_pass = self._shares and (
+            self.layer_communicator.size == 1 or (x is not None and not len(x))
+        )
         if self.training and not (sharing.reached or may_pass):
             raise RuntimeError(
-                f"`{self.conversation.name}`, a {self.converted_from.__qualname__}, cannot share "
-                "statistics: its forward pass in training did not call "
+                f"`{self.layer_communicator.name}`, a {self.converted_from.__qualname__}, cannot "
+                "share statistics: its forward pass in training did not call "
                 "torch.nn.functional.batch_norm with the layer's running_mean. Call "
                 "revert_sync_batchnorm, then convert the parts of the model without this layer."
             )
@@ -175,7 +177,7 @@ class _Sharing(TorchFunctionMode):
         running = running_of(layer, layer.running_var_convention, momentum)
         if isinstance(running, Pool):
             running.momentum = momentum
-        i, sharing = i._replace(running=running), (num_channels, layer.conversation)
+        i, sharing = i._replace(running=running), (num_channels, layer.layer_communicator)
         y, batch = compiled.forward(i, *sharing, weighting=layer.weighting)
         if running is not None and before is not None and counter is not None:
             # The forward pass has counted, once for each call. Neither a recomputation counts, nor

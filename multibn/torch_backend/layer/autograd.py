@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from multibn import kernels
 from multibn._typing import Weighting
-from multibn.communicators import Communicator, conversation
+from multibn.communicators import Communicator, layer_communicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, recompute, statistics, step
 from multibn.engine.statistics import BatchStatistics
@@ -213,7 +213,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
         ctx.communicator = communicator
-        during = conversation.during(communicator.wrapped, phase, communicator.dtype)
+        during = layer_communicator.during(communicator.wrapped, phase, communicator.dtype)
         return during.allreduce(x)
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.communicator import identity
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.layer_communicator import LayerCommunicator
 
 # Private parts of DDP, the same in torch 2.10 to 2.13. If one is missing, DDP stays as it is.
 _PRIVATE = ["_assign_modules_buffers", "_has_rebuilt_buckets"]
@@ -44,7 +44,7 @@ def watch(ddp: Any, /) -> None:
     Not collective; every rank must call it before the same forward pass.
     """
     group = as_communicator(ddp.process_group)
-    meeting = Conversation(group, lambda: "DistributedDataParallel")
+    meeting = LayerCommunicator(group, lambda: "DistributedDataParallel")
     _meetings.setdefault(ddp, meeting.during("before forward", torch.float64))
     if not all(hasattr(ddp, name) for name in _PRIVATE):
         return

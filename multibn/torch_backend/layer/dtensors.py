@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.resolve import DefaultCommunicator
 from multibn.communicators.transports.torch_distributed import restore
 from multibn.engine.statistics import BatchStatistics
@@ -43,7 +43,7 @@ def forward(
     """
     mesh, sharing = _layout(i.x)
     if mesh is not None:
-        if not isinstance(communicator, Conversation):  # evaluation without running statistics
+        if not isinstance(communicator, LayerCommunicator):  # evaluation without running statistics
             communicator = _along(mesh, sharing)
         elif isinstance(communicator.wrapped, DefaultCommunicator):
             communicator = communicator.over(_along(mesh, sharing))

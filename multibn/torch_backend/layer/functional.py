@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import Nonfinite, Weighting, check_eps, check_residual
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
@@ -97,7 +97,7 @@ def sync_batch_norm(
     options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
     compared: dict[str, object] = {"nonfinite": nonfinite}
     group = as_communicator(process_group)
-    communicator = Conversation(group, lambda: "sync_batch_norm", options=lambda: compared)
+    communicator = LayerCommunicator(group, lambda: "sync_batch_norm", options=lambda: compared)
     try:
         options.check()
         num_channels = _channels_of(weight, bias)

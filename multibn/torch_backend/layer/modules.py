@@ -162,8 +162,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if not is_plain or torch.compiler.is_compiling() or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
         i = self._as_input(input, residual)
-        conversation, weighting = self.conversation, self.weighting
-        return functional.forward(i, self.num_features, conversation, weighting=weighting)[0]
+        layer_communicator, weighting = self.layer_communicator, self.weighting
+        return functional.forward(i, self.num_features, layer_communicator, weighting=weighting)[0]
 
     def _forward_special(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None
@@ -172,25 +172,27 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if isinstance(input, fx.Proxy):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
-        conversation: Communicator = self.conversation if self.training else ALONE
+        layer_communicator: Communicator = self.layer_communicator if self.training else ALONE
         check = type(self)._check_input_dim
         try:
             if isinstance(input, Tensor) and check is not _NormBase._check_input_dim:
                 check(self, input)
         except ValueError as error:
-            functional.refuse(error, input, self.num_features, conversation)
+            functional.refuse(error, input, self.num_features, layer_communicator)
         mean: Any = self.running_mean
         var: Any = self.running_var
         by_batch = self.training or mean is None or var is None
         if by_batch and not self.training:
-            conversation = self.alone(input)
+            layer_communicator = self.alone(input)
             by_batch = not (mask is lengths is None and compiled.is_written())
-        where = compiled.mask_of(input, mask, lengths, self.num_features, conversation)
+        where = compiled.mask_of(input, mask, lengths, self.num_features, layer_communicator)
         if by_batch:
             i = self._as_input(input, residual, where)
             if self.training and self._num_splits > 1:
                 return self.by_parts(i, self.num_features)
-            return compiled.forward(i, self.num_features, conversation, weighting=self.weighting)[0]
+            return compiled.forward(
+                i, self.num_features, layer_communicator, weighting=self.weighting
+            )[0]
         functional.check_input(input, self.num_features)
         if residual is not None:
             functional.check_options(self._as_input(input, residual))
@@ -219,7 +221,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
                 if momentum is not None and isinstance(running, Pool):
                     running.momentum = momentum
                 part = i._replace(x=x, residual=residual, mask=mask, running=running)
-                sharing = num_channels, self.conversation
+                sharing = num_channels, self.layer_communicator
                 ys.append(compiled.forward(part, *sharing, weighting=self.weighting)[0])
         return torch.cat(ys)
 

@@ -100,7 +100,7 @@ class _SubBatchNorm(Synchronized):
             return call_node(self, input)
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         shares = self.training and part.training
-        communicator: Communicator = self.conversation if shares else self.alone(input)
+        communicator: Communicator = self.layer_communicator if shares else self.alone(input)
         try:
             functional.check_input(input, self.num_features)
             self._part._check_input_dim(self.bn, input)

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.communicators.conversation import Conversation
 from multibn.communicators.diagnostics import find_module_path
 from multibn.communicators.handshake import LayerId
+from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import recompute
 from multibn.engine.population import Pool
 from multibn.kernels import Running
@@ -61,7 +61,9 @@ class Synchronized(nn.Module):
     Options: ClassVar[type[LayerOptions]] = LayerOptions
 
     built: LayerId  # which of the process's layers this one is
-    conversation: Conversation  # the layer's communicator, with the layer's name in its model
+    layer_communicator: (
+        LayerCommunicator  # the layer's communicator, with the layer's name in its model
+    )
     pool: Pool | None = None  # of the step of `step_statistics` that is under way
     nonfinite: Nonfinite = None
 
@@ -88,25 +90,25 @@ class Synchronized(nn.Module):
     @property
     def process_group(self) -> Communicator:
         """The ranks that share statistics, as a communicator."""
-        return self.conversation.wrapped
+        return self.layer_communicator.wrapped
 
     @process_group.setter
     def process_group(self, obj: Any) -> None:
         # A weak reference: the conversation must not keep its layer alive.
         layer = weakref.ref(self)
-        self.conversation = Conversation(
+        self.layer_communicator = LayerCommunicator(
             as_communicator(obj),
             lambda: _name(layer()),
             built=self.built,
             options=lambda: _options(layer()),
         )
-        compiled.register(self.conversation)
+        compiled.register(self.layer_communicator)
 
     def alone(self, x: Any) -> Communicator:
         """This process alone, for a batch that no other rank shares: in the layer's name."""
         if compiled.takes(x) or dtensors.among((x, *self.parameters(recurse=False))):
             return ALONE
-        return self.conversation.over(ALONE)
+        return self.layer_communicator.over(ALONE)
 
     def extra_repr(self) -> str:
         said = super().extra_repr()
@@ -114,11 +116,11 @@ class Synchronized(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
-        return {**(own or self.__dict__), "conversation": self.process_group}
+        return {**(own or self.__dict__), "layer_communicator": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
+        self.process_group = self.__dict__.pop("layer_communicator")  # a copy has its own name
 
 
 def _options(layer: Synchronized | None) -> dict[str, object]:

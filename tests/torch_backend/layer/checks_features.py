@@ -77,7 +77,9 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
             run = torch.compile(model, backend="aot_eager") if compiled else model
-            counting = [m.conversation for m in model.modules() if isinstance(m, SyncBatchNorm)]
+            counting = [
+                m.layer_communicator for m in model.modules() if isinstance(m, SyncBatchNorm)
+            ]
             for step in range(5):
                 x = _parts(world, 2, 3, 8, 8)[world.rank].float() + step
                 if step == 2 and not sees:

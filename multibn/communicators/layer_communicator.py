@@ -27,7 +27,7 @@ from multibn.communicators.watchdog import ALIKE, alike
 from multibn.message import Message
 
 
-class Conversation(Forwarding):
+class LayerCommunicator(Forwarding):
     """A communicator as one layer uses it.
 
     `find_name` returns the name of the layer, `options` what else must be equal on all ranks; both
@@ -49,8 +49,8 @@ class Conversation(Forwarding):
         self.built, self.options = built, options
         self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
-        self.phases: dict[tuple[str, Any, bool, bool], Phase] = {}
-        self._elsewhere: dict[Communicator, Conversation] = {}
+        self.phases: dict[tuple[str, Any, bool, bool], LayerPhase] = {}
+        self._elsewhere: dict[Communicator, LayerCommunicator] = {}
         # The names that the layer has in each group, by its own name and the messages' length.
         self.names: WeakKeyDictionary[GroupState, dict[Any, str]] = WeakKeyDictionary()
         self.own_known = GroupState()  # of a communicator that no table can hold
@@ -72,17 +72,17 @@ class Conversation(Forwarding):
     def _look_up(self) -> Communicator:
         return self.wrapped
 
-    def over(self, communicator: Communicator) -> "Conversation":
+    def over(self, communicator: Communicator) -> "LayerCommunicator":
         """The same layer's conversation over other processes."""
         if communicator not in self._elsewhere:
-            self._elsewhere[communicator] = Conversation(
+            self._elsewhere[communicator] = LayerCommunicator(
                 communicator, lambda: self.name, built=self.built, options=self.options
             )
         return self._elsewhere[communicator]
 
     def during(
         self, phase: str, dtype: Any, needs_gradient: bool = True, finetune: bool = False
-    ) -> "Phase":
+    ) -> "LayerPhase":
         """The communicator for messages about activations of `dtype` in a phase of the layer.
 
         `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's.
@@ -90,13 +90,13 @@ class Conversation(Forwarding):
         key = phase, dtype, needs_gradient, finetune
         known = self.phases.get(key)
         if known is None:
-            known = self.phases[key] = Phase(self, *key)
+            known = self.phases[key] = LayerPhase(self, *key)
         return known
 
 
 def during(communicator: Communicator, phase: str, dtype: Any, /, *facts: bool) -> Communicator:
-    """`Conversation.during` of a layer's communicator; any other communicator as it is."""
-    if isinstance(communicator, Conversation):
+    """`LayerCommunicator.during` of a layer's communicator; any other communicator as it is."""
+    if isinstance(communicator, LayerCommunicator):
         return communicator.during(phase, dtype, *facts)
     return communicator
 
@@ -104,14 +104,14 @@ def during(communicator: Communicator, phase: str, dtype: Any, /, *facts: bool) 
 class _Latest:
     """The latest call of a phase, for people; keeps no layer alive."""
 
-    def __init__(self, phase: "Phase") -> None:
+    def __init__(self, phase: "LayerPhase") -> None:
         self._phase = ref(phase)
 
     def __str__(self) -> str:
         return str(self._phase() or "a layer that was deleted since")
 
 
-class Phase(Forwarding):
+class LayerPhase(Forwarding):
     """A layer's communicator in one phase.
 
     What goes with each message is found out once for each number of numbers, by `_handshake`.
@@ -132,13 +132,13 @@ class Phase(Forwarding):
     _summed_prints: memoryview
     _sent_tail: memoryview
 
-    def __init__(self, layer: Conversation, phase: str, dtype: Any, *facts: bool) -> None:
+    def __init__(self, layer: LayerCommunicator, phase: str, dtype: Any, *facts: bool) -> None:
         self.wrapped = layer
         needs_gradient, finetune = facts
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
-        self.num_lanes = len(message.lanes(phase, 0.0))
+        self.num_trailer = len(message.trailer(phase, 0.0))
         self._num_numbers = -1
         self.mark = message.NO_MARK
         self._calls = 0
@@ -180,7 +180,7 @@ class Phase(Forwarding):
         if dtype is None:
             return None
         start = self._num_zeros()
-        length = start + n + self.num_lanes
+        length = start + n + self.num_trailer
         return Message(like.new_empty(length, dtype=dtype), start, self._fingerprint)
 
     def allreduce(self, x: Array | Message, /) -> Array:
@@ -242,9 +242,9 @@ class Phase(Forwarding):
         )
         self._size, self._payload = communicator.size, None
         self.mark = message.mark(communicator.rank)
-        lanes: list[float] = []
+        trailer: list[float] = []
         if self._size > 1:
-            length = n + self.num_lanes
+            length = n + self.num_trailer
             call = self._call(self._calls + 1)
             with on_device_of(like):
                 name, self._known = handshake(layer, communicator, self._channel, length, call)
@@ -257,9 +257,9 @@ class Phase(Forwarding):
             if layer.built is None:  # each call of a function has options of its own
                 facts += f" {layer.texts()}"
             self._fingerprint = message.fingerprint(facts)
-            lanes = message.lanes(self.name, self._fingerprint)
-        self._sent_tail = np.array(lanes).data
-        self._fingerprints = [self._size * v for v in lanes[-2:]]
+            trailer = message.trailer(self.name, self._fingerprint)
+        self._sent_tail = np.array(trailer).data
+        self._fingerprints = [self._size * v for v in trailer[-2:]]
         self._communicator, self._num_numbers = communicator, n
         self._dtypes = {}
 
@@ -267,7 +267,7 @@ class Phase(Forwarding):
         """The payload's memory, for this call. Collective at the first one for this length."""
         assert self._channel is not None
         n, call = self._num_numbers, self._call(number)
-        self._buffer = self._channel.buffer(n + self.num_lanes, call)
+        self._buffer = self._channel.buffer(n + self.num_trailer, call)
         self._payload = self._buffer[:n]
         self._tail = self._buffer[n:].data
         self._summed_prints = self._tail[-2:]
@@ -279,7 +279,7 @@ class Phase(Forwarding):
         Without lines, messages of unlike lengths would meet in the transport. The zeros make every
         message as long as the longest that the ranks have agreed on.
         """
-        return max(self._known.longest - self._num_numbers - self.num_lanes, 0)
+        return max(self._known.longest - self._num_numbers - self.num_trailer, 0)
 
     def _allreduce_array(self, x: Array | Message) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
@@ -294,12 +294,12 @@ class Phase(Forwarding):
                 reduce = self._communicator.allreduce_in_place
         else:
             start, sent = self._num_zeros(), to_host(x) if on_host else x
-            around = np.zeros(start + self._num_numbers + self.num_lanes)
-            around[-self.num_lanes :] = self._sent_tail
+            around = np.zeros(start + self._num_numbers + self.num_trailer)
+            around[-self.num_trailer :] = self._sent_tail
             numbers = from_host(around, sent)
-            numbers[start : -self.num_lanes] = sent
+            numbers[start : -self.num_trailer] = sent
         summed = reduce(numbers)
-        payload = summed[start : -self.num_lanes]
+        payload = summed[start : -self.num_trailer]
         if on_host:
             self.check(summed)
             return from_host(payload, x)
@@ -315,9 +315,9 @@ class Phase(Forwarding):
         The caller looks at the numbers of the latest message, this method at those of an earlier
         call, which has a `number`.
         """
-        is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
+        is_refused = self.name == "forward" and message.is_refusal(summed, self.num_trailer)
         if number and self.name == "forward":
-            payload = summed[-self._num_numbers - self.num_lanes : -self.num_lanes]
+            payload = summed[-self._num_numbers - self.num_trailer : -self.num_trailer]
             nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=self._call(number))
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
