@@ -6,7 +6,7 @@ docs/scaling.md explains the formulas, and names the source of each constant.
 from dataclasses import dataclass
 from math import ceil, log2
 
-from multibn import message
+from multibn import wire
 
 # Channels of ResNet-50's 53 batch norms.
 RESNET50 = [64] + [
@@ -19,7 +19,7 @@ WORLDS = [2**i for i in range(3, 14)]
 
 def allreduce_bytes(C: int) -> int:
     """Bytes of the one message of multibn's forward pass: float64."""
-    return 8 * message.length(C)
+    return 8 * wire.length(C)
 
 
 def all_gather_bytes(C: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from multibn import message
+from multibn import wire
 from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 
@@ -35,7 +35,7 @@ def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = Fals
     The first is of forward messages with all checks, the second of bare allreduces as long.
     """
     phase = LayerCommunicator(communicator, lambda: f"{C}").during("forward", np.dtype(np.float32))
-    n, sent = message.forward_payload(C), np.zeros(message.length(C))
+    n, sent = wire.forward_payload(C), np.zeros(wire.length(C))
     numbers: Any = sent
     bare: Step = lambda: communicator.mpi_comm.Allreduce(sent, sent.copy())  # noqa: E731
     if on_gpu or not hasattr(communicator, "mpi_comm"):
@@ -49,7 +49,7 @@ def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = Fals
 
     def checked() -> None:
         memory: Any = phase.message(n, numbers) if on_gpu else phase.buffer(n)
-        if isinstance(memory, message.Message):
+        if isinstance(memory, wire.Message):
             memory.write(numbers[:n])
         phase.allreduce(numbers[:n] if memory is None else memory)
 

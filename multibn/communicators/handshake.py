@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from multibn import _version, message
+from multibn import _version, wire
 from multibn.communicators.channel import FIRST_MESSAGES, Channel, ChannelCommunicator, HostArray
 from multibn.communicators.communicator import Forwarding, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
@@ -150,13 +150,13 @@ def meet(
         return True, mark
     channel = bare.channel if isinstance(bare, ChannelCommunicator) else None
     known = known or _known_of(bare, channel, GroupState())
-    v = message.fingerprint(kind + facts)
+    v = wire.fingerprint(kind + facts)
     numbers: HostArray = np.zeros(4 if channel is not None else max(known.longest, 4))
     numbers[-4:] = mark, 0.0, v, v * v  # a layer that refuses its input has NaN where 0 stands
     summed = bare.allreduce(numbers) if channel is not None else _sum(numbers, bare)
-    if message.all_equal(summed[-2], summed[-1], bare.size):
+    if wire.all_equal(summed[-2], summed[-1], bare.size):
         return True, float(summed[-4])
-    if message.is_refusal(summed, 2):
+    if wire.is_refusal(summed, 2):
         log_and_raise(
             RuntimeError,
             f"rank {bare.rank} cannot go on, in {text or kind}: another rank is in a layer, and "
@@ -186,7 +186,7 @@ def _compare(
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     # Ranks without lines may be threads of one process, which count each other's layers.
     built = layer.built if channel is not None else None
-    width = message.num_channels(length)
+    width = wire.num_channels(length)
     options = layer.texts()
     options["channels"] = f"{width} channels"
     facts = f"{_version.__version__} {layer.name} {length} {built} {sorted(options.items())}"
@@ -194,10 +194,10 @@ def _compare(
     if channel is None:
         is_alike, _ = meet(communicator, "first message", facts, text=text, known=known)
     else:
-        v = message.fingerprint(facts)
+        v = wire.fingerprint(facts)
         numbers: HostArray = np.array([v, v * v])
         summed = channel.sum(numbers, "first message", text, number=FIRST_MESSAGES)
-        is_alike = message.all_equal(summed[0], summed[1], communicator.size)
+        is_alike = wire.all_equal(summed[0], summed[1], communicator.size)
     return str(layer.name) if is_alike else explained(layer, communicator, built, options)
 
 

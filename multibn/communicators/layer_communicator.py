@@ -3,7 +3,7 @@
 A sum of unlike messages is a silent wrong number where their lengths agree; where not, the sum ends
 the process inside the transport. So a layer's first message has the same length for all layers, and
 compares the layers (see `handshake`); each later message carries a fingerprint of what the
-rank is doing (see `multibn.message`). All ranks see the same sums, so that all of them turn to ask
+rank is doing (see `multibn.wire`). All ranks see the same sums, so that all of them turn to ask
 each other in the same moment.
 """
 
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from multibn import message
+from multibn import wire
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import nonfinite
@@ -24,7 +24,7 @@ from multibn.communicators.diagnostics import display_name, group_ranks_by, log_
 from multibn.communicators.handshake import GroupState, LayerId, check_kind, explained, handshake
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.communicators.watchdog import ALIKE, alike
-from multibn.message import Message
+from multibn.wire import Message
 
 
 class LayerCommunicator(Forwarding):
@@ -138,9 +138,9 @@ class LayerPhase(Forwarding):
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
-        self.num_trailer = len(message.trailer(phase, 0.0))
+        self.num_trailer = len(wire.trailer(phase, 0.0))
         self._num_numbers = -1
-        self.mark = message.NO_MARK
+        self.mark = wire.NO_MARK
         self._calls = 0
         self._latest = _Latest(self)
         self._pinned: dict[Any, list[Any]] = {}
@@ -204,7 +204,7 @@ class LayerPhase(Forwarding):
             payload = self._open(self._calls)
             payload[:] = to_host(x)
             # The caller looks at no numbers on a GPU, and has an error if it refuses its input.
-            is_for_us = not is_on_host(x) and not message.is_refusal(payload)
+            is_for_us = not is_on_host(x) and not wire.is_refusal(payload)
         assert self._channel is not None
         self._tail[:] = self._sent_tail
         self._channel.exchange(self._buffer, self._place, self._latest)
@@ -241,7 +241,7 @@ class LayerPhase(Forwarding):
             communicator.channel if isinstance(communicator, ChannelCommunicator) else None
         )
         self._size, self._payload = communicator.size, None
-        self.mark = message.mark(communicator.rank)
+        self.mark = wire.mark(communicator.rank)
         trailer: list[float] = []
         if self._size > 1:
             length = n + self.num_trailer
@@ -250,14 +250,14 @@ class LayerPhase(Forwarding):
                 name, self._known = handshake(layer, communicator, self._channel, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             layer_name, _, number = name.rpartition(" ")
-            channels = message.num_channels(length)
+            channels = wire.num_channels(length)
             which = f"{channels} channels, layer {number} by the first call"
             self._place = f"{layer_name} {self.name}: {which}"
             facts = f"{self._place} {self.kind} {self.gradients}"
             if layer.built is None:  # each call of a function has options of its own
                 facts += f" {layer.texts()}"
-            self._fingerprint = message.fingerprint(facts)
-            trailer = message.trailer(self.name, self._fingerprint)
+            self._fingerprint = wire.fingerprint(facts)
+            trailer = wire.trailer(self.name, self._fingerprint)
         self._sent_tail = np.array(trailer).data
         self._fingerprints = [self._size * v for v in trailer[-2:]]
         self._communicator, self._num_numbers = communicator, n
@@ -315,13 +315,13 @@ class LayerPhase(Forwarding):
         The caller looks at the numbers of the latest message, this method at those of an earlier
         call, which has a `number`.
         """
-        is_refused = self.name == "forward" and message.is_refusal(summed, self.num_trailer)
+        is_refused = self.name == "forward" and wire.is_refusal(summed, self.num_trailer)
         if number and self.name == "forward":
             payload = summed[-self._num_numbers - self.num_trailer : -self.num_trailer]
             nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=self._call(number))
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
-        if not message.all_equal(v, square, self._size) and not is_refused:
+        if not wire.all_equal(v, square, self._size) and not is_refused:
             self._raise_for_places(number)
 
     def _raise_for_places(self, number: int) -> NoReturn:

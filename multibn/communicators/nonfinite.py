@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from multibn import message
+from multibn import wire
 from multibn.communicators.channel import HostArray
 from multibn.communicators.communicator import identity
 from multibn.communicators.diagnostics import display_name, log_and_raise
@@ -48,9 +48,9 @@ def raise_if_nonfinite(
     Returns where the sum is finite, and where the batch is to be skipped.
     """
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
-    marks = message.marks(summed)
+    marks = wire.marks(summed)
     where = _senders(marks, communicator.size)
-    if message.is_refusal(summed):
+    if wire.is_refusal(summed):
         log_and_raise(
             RuntimeError,
             f"rank {communicator.rank} cannot go on: the input of {name} was refused on {where}. "
@@ -103,7 +103,7 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     in. Collective, and no message of a layer: for debugging, on all ranks or on none.
     """
     where = f"the gradient of the output of {name_of(communicator)}"
-    own = message.mark(communicator.rank) if has_nan else 0.0
+    own = wire.mark(communicator.rank) if has_nan else 0.0
     _, mark = meet(communicator, "find_nan", text=f"the search for NaN in {where}", mark=own)
     if mark:
         log_and_raise(
@@ -115,5 +115,5 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
 
 def _senders(marks: list[float], size: int) -> str:
     """The ranks that have sent marks, for people."""
-    ranks = message.marked(marks)
+    ranks = wire.marked(marks)
     return f"rank(s) {ranks} of {size}" if ranks else "some rank"

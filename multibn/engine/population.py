@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from multibn import kernels, message
+from multibn import kernels, wire
 from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
@@ -90,7 +90,7 @@ class PopulationEstimator:
     def __init__(self, like: Array, /) -> None:
         wide = generic.as_wide(like)
         xp, self.shape = array_namespace(wide), tuple(wide.shape)
-        length = message.forward_payload(math.prod(self.shape))  # the sum of the batches' payloads
+        length = wire.forward_payload(math.prod(self.shape))  # the sum of the batches' payloads
         self._sums = xp.zeros(length, dtype=wide.dtype, device=device(wide))
 
     def update(self, moments: Moments, /) -> None:
@@ -115,8 +115,8 @@ class PopulationEstimator:
         """
         xp, sums = array_namespace(self._sums), self._sums
         communicator = SingleProcess() if communicator is None else communicator
-        mark = xp.full_like(sums, message.mark(communicator.rank))
-        sums = xp.where(xp.abs(sums) < message.LARGEST, sums, mark)
+        mark = xp.full_like(sums, wire.mark(communicator.rank))
+        sums = xp.where(xp.abs(sums) < wire.LARGEST, sums, mark)
         return total(sums, self.shape, sums[-1], sums[-1], communicator)
 
 

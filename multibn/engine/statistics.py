@@ -15,7 +15,7 @@ communicator::
 
 This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
 a_i = n_i. One allreduce runs each way, whatever the number of ranks: of 2C+4 numbers as the
-layers use a communicator (see `multibn.message`), of 2C+2 forward and 2C backward over a bare one.
+layers use a communicator (see `multibn.wire`), of 2C+2 forward and 2C backward over a bare one.
 Nothing here makes a GPU wait for the host, except where a rank holds at most one value per channel.
 """
 
@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from multibn import kernels, message
+from multibn import kernels, wire
 from multibn._arrays import array_namespace, device, to_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, layer_communicator, nonfinite
@@ -151,7 +151,7 @@ def aggregate(
     """
     mean, meansqr, count, num_samples = moments
     weight = masks.rank_weight(count, num_samples, weighting)
-    mark = message.mark(communicator.rank)
+    mark = wire.mark(communicator.rank)
     payload = generic.pack(mean, meansqr, weight, count, mark)
     return total(payload, mean.shape, weight, count, communicator)
 
@@ -159,7 +159,7 @@ def aggregate(
 def total(
     payload: Array, shape: tuple[int, ...], weight: Array, count: Array, communicator: Communicator
 ) -> BatchStatistics:
-    """The statistics of all ranks' payloads, see `multibn.message`. Collective."""
+    """The statistics of all ranks' payloads, see `multibn.wire`. Collective."""
     summed, xp = communicator.allreduce(payload), array_namespace(payload)
     sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # the kernels normalize, too
     i = Input(sample, None, None, 1.0, (0,))
@@ -201,10 +201,10 @@ def refuse(
         log_to_stderr(str(error))
     xp = array_namespace(like)
     wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
-    shape = (message.forward_payload(num_channels),)
-    mark = message.mark(communicator.rank)
+    shape = (wire.forward_payload(num_channels),)
+    mark = wire.mark(communicator.rank)
     payload = xp.full(shape, mark, dtype=wide.dtype, device=device(wide))
-    payload[-1] = message.REFUSED  # the count
+    payload[-1] = wire.REFUSED  # the count
     layer_communicator.during(communicator, "forward", like.dtype).allreduce(payload)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from multibn import kernels, message
+from multibn import kernels, wire
 from multibn._arrays import is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
@@ -142,7 +142,7 @@ def _message(
     """The communicator of a message about `x`, memory for its payload of this length, and a mark.
 
     On a GPU of torch's a `Message`; None where the communicator has no memory to offer. The mark is
-    this rank's, see `multibn.message`. Collective at the first call.
+    this rank's, see `multibn.wire`. Collective at the first call.
     """
     if type(communicator) is LayerCommunicator:
         communicator = communicator.during(phase, x.dtype, needs_gradient)
@@ -151,4 +151,4 @@ def _message(
             return communicator, communicator.buffer(length), communicator.mark
         if getattr(x, "is_cuda", False):
             return communicator, communicator.message(length, x), communicator.mark
-    return communicator, None, message.mark(communicator.rank)
+    return communicator, None, wire.mark(communicator.rank)

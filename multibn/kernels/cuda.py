@@ -24,7 +24,7 @@ from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, R
 from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
-from multibn.message import NO_MARK, Message, backward_payload, forward_payload
+from multibn.wire import NO_MARK, Message, backward_payload, forward_payload
 
 if torch.cuda.is_available():
     require_launcher()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import is_torch_namespace, to_device
 
-from multibn import message
+from multibn import wire
 from multibn._arrays import (
     array_namespace,
     device,
@@ -51,12 +51,12 @@ def begin_forward(
     i: Input,
     rank_weight: float | Array,
     count: float | Array,
-    mark: float = message.NO_MARK,
+    mark: float = wire.NO_MARK,
     /,
     *,
     out: Any = None,
 ) -> Array:
-    """This rank's numbers for the forward message: a layer's payload, see `multibn.message`.
+    """This rank's numbers for the forward message: a layer's payload, see `multibn.wire`.
 
     `rank_weight` is what this rank counts for, `count` its elements per channel, those of the mask
     only if there is one; with a mask on a GPU, both are arrays of shape `()`. `mark` takes the
@@ -105,7 +105,7 @@ def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | N
     d = xp.astype(x, centre.dtype, copy=False) - per_channel(centre, x, axis)
     sum_dy, sum_dy_d = _sum(dy, axis), _sum(dy * d, axis)
     sum_dy_xhat = (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.input.eps)
-    payload = message.concat((sum_dy, sum_dy_xhat))
+    payload = wire.concat((sum_dy, sum_dy_xhat))
     return _written(payload, out), *parameter_gradients(payload, g)
 
 
@@ -201,18 +201,18 @@ def local_moments(
 
 
 def pack(
-    mean: Array, meansqr: Array, weight: Array, count: Array, mark: float = message.NO_MARK, /
+    mean: Array, meansqr: Array, weight: Array, count: Array, mark: float = wire.NO_MARK, /
 ) -> Array:
-    """A layer's forward payload, see `multibn.message`."""
+    """A layer's forward payload, see `multibn.wire`."""
     xp = array_namespace(mean)
     moments = [weight * mean, weight * meansqr]
-    is_finite = moments[1] < message.LARGEST  # not a NaN
+    is_finite = moments[1] < wire.LARGEST  # not a NaN
     moments = [xp.where(is_finite, v, xp.full_like(v, mark)) for v in moments]
     numbers = [
         xp.reshape(xp.asarray(v, dtype=mean.dtype, device=device(mean)), (1,))
         for v in (weight, count)  # arrays, where a mask is on a GPU
     ]
-    return message.concat([*moments, *numbers])
+    return wire.concat([*moments, *numbers])
 
 
 def _unpack(
@@ -222,13 +222,13 @@ def _unpack(
     summed, shape = _like(summed, i.x), channels(i.x.shape, i.axis)
     xp, found = array_namespace(summed), state(summed, count)
     if found == NOT_FINITE:  # squares of marks overflow
-        is_finite = xp.abs(as_wide(summed)) < message.LARGEST_SUM
+        is_finite = xp.abs(as_wide(summed)) < wire.LARGEST_SUM
         summed = xp.where(is_finite, summed, xp.full_like(summed, math.nan))
     C = math.prod(shape)
     meansqr = summed[C : 2 * C]
     total_weight, total = (
         xp.reshape(values(summed[2 * C + at]), (-1,))[0]  # the same in all of a batch of vmap
-        for at in (message.WEIGHT, message.COUNT)
+        for at in (wire.WEIGHT, wire.COUNT)
     )
     divisor = xp.where(total_weight == 0.0, xp.ones_like(total_weight), total_weight)
     mean = summed[:C] / divisor
@@ -273,7 +273,7 @@ def state(summed: Array, count: float | Array, /) -> int:
 def _is_finite(summed: Array) -> Array:
     """Whether no rank has sent its mark."""
     xp, summed = array_namespace(summed), as_wide(summed)
-    return xp.all(xp.abs(summed[..., :-2]) < message.LARGEST_SUM)
+    return xp.all(xp.abs(summed[..., :-2]) < wire.LARGEST_SUM)
 
 
 def _is_readable(v: Array) -> bool:
@@ -364,7 +364,7 @@ def _written(payload: Array, out: Any) -> Array:
     """The payload, or `out` with the payload in it."""
     if out is None:
         return payload
-    if isinstance(out, message.Message):
+    if isinstance(out, wire.Message):
         return out.write(payload)
     out[:] = to_host(payload)
     return out

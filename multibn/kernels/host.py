@@ -23,7 +23,7 @@ from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, R
 from multibn.kernels.core import _core
 from multibn.kernels.generic import move
 from multibn.kernels.layout import channels, sizes
-from multibn.message import NO_MARK
+from multibn.wire import NO_MARK
 
 FIELDS: dict[Any, list[str]] = dict(
     zip((Input, Gradient, BatchStatistics, Running), map(str.split, _core.fields), strict=True)

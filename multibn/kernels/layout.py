@@ -3,7 +3,7 @@
 import math
 from functools import lru_cache
 
-from multibn import message
+from multibn import wire
 
 
 def channels(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
@@ -16,7 +16,7 @@ def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...
     """The shape of a per-channel array, elements per channel, numbers sent forward and backward."""
     per_channel = channels(shape, axis)
     count, C = math.prod(shape[i] for i in axis), math.prod(per_channel)
-    return per_channel, float(count), message.forward_payload(C), message.backward_payload(C)
+    return per_channel, float(count), wire.forward_payload(C), wire.backward_payload(C)
 
 
 @lru_cache(maxsize=1024)

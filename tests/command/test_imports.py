@@ -18,7 +18,7 @@ FLOORS = """
 _typing _version _environment registry
 options
 _arrays checkpoint.files
-message communicators.communicator communicators.diagnostics communicators.polling
+wire communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watchdog
 communicators.channel
 communicators.handshake communicators.nonfinite communicators.transports

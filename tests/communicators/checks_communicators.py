@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import message
+from multibn import wire
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import channel as _channel
 from multibn.communicators.layer_communicator import LayerCommunicator
@@ -139,7 +139,7 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
     """At once, and not one call later: over these transports they come through host memory."""
     phase = LayerCommunicator(world, lambda: "bn").during("forward", np.dtype("float32"))
-    mark = message.mark(world.rank)
+    mark = wire.mark(world.rank)
     with standin_cupy.installed() as cupy:
         for last, kind, expected in (
             (1.0, FloatingPointError, r"of bn are not finite: .* on rank\(s\) \[1\] of"),

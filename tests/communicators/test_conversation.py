@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
-from multibn import SingleProcess, message
+from multibn import SingleProcess, wire
 from multibn.communicators.handshake import meet
 from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
 from multibn.communicators.nonfinite import raise_for_nan_gradients
@@ -240,7 +240,7 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
             id="infinity is named by every rank",
         ),
         pytest.param(
-            message.mark(1),
+            wire.mark(1),
             FloatingPointError,
             r"NaN, infinity or too large values on rank\(s\) \[1\] of 2\. Look",
             id="a rank whose input is not finite is named by every rank",
@@ -465,21 +465,21 @@ def test_a_common_factor_of_the_weights_changes_nothing(scale: float) -> None:
 
 
 def test_messages_of_both_phases_have_one_length() -> None:
-    assert message.length(C) == 2 * C + 4
+    assert wire.length(C) == 2 * C + 4
     for phase, payload in (("forward", 2 * C + 2), ("backward", 2 * C)):
-        assert payload + len(message.trailer(phase, 7.0)) == message.length(C)
-    assert message.num_channels(message.length(C)) == C
+        assert payload + len(wire.trailer(phase, 7.0)) == wire.length(C)
+    assert wire.num_channels(wire.length(C)) == C
 
 
 def test_the_ranks_that_have_sent_marks_are_read_from_the_sum_with_all_finite_numbers() -> None:
     rng = np.random.default_rng(0)
     for size, marking in ((50, [0, 7, 49]), (1, [0]), (8192, [3]), (50, range(50)), (51, [50])):
-        largest = rng.uniform(-1, 1, size) * message.LARGEST
-        sent = [message.mark(rank) if rank in marking else v for rank, v in enumerate(largest)]
+        largest = rng.uniform(-1, 1, size) * wire.LARGEST
+        sent = [wire.mark(rank) if rank in marking else v for rank, v in enumerate(largest)]
         for order in (sent, sent[::-1]):
             numbers = np.array([0.0, 0.0, 1.0, 1.0])
             for v in order:
                 numbers[1] += v
-            (found,) = message.marks(numbers)
-            assert message.marked([found]) == [rank for rank in marking if rank < 50]
-    assert message.marks(np.array([message.LARGEST * 8192, 1.0, 8192.0])) == []
+            (found,) = wire.marks(numbers)
+            assert wire.marked([found]) == [rank for rank in marking if rank < 50]
+    assert wire.marks(np.array([wire.LARGEST * 8192, 1.0, 8192.0])) == []

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from multibn import message
+from multibn import wire
 from multibn.communicators import Communicator
 from multibn.parity.cases import CASES, CHANNELS, Case
 from multibn.parity.oracle import Array
@@ -22,7 +22,7 @@ def errors(surface: str, case: Case, communicator: Communicator) -> list[Error]:
         # Of float64, a mean far from 0 is taken by a second message forward.
         is_far = case.dtype == "float64" and case.mean > 100 * case.std
         again = surface == "chainer" and case.recompute  # by F.forget, which keeps no statistics
-        step = [message.length(CHANNELS)] * (2 + is_far + again) + [CHANNELS] * 2
+        step = [wire.length(CHANNELS)] * (2 + is_far + again) + [CHANNELS] * 2
         assert counting.take() == step * case.steps
     assert arrays["0/y"].dtype == arrays["0/dx"].dtype == np.dtype(case.dtype)
     found = compare(surface, case, arrays, communicator.rank, communicator.size)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import message
+from multibn import wire
 from multibn.kernels import Gradient, Input, generic, select
 from tests.helpers.spread import spread
 from tests.kernels.passes import (
@@ -396,7 +396,7 @@ def test_results_have_memory_of_their_own(kernels: Any) -> None:
 @libraries
 def test_a_mark_stands_for_moments_that_are_not_finite(kernels: Any, of: Any) -> None:
     """In their channels alone."""
-    marks = message.mark(3), message.NO_MARK
+    marks = wire.mark(3), wire.NO_MARK
     for value in (np.nan, np.inf, 1e145):
         x = np.arange(24.0).reshape(4, 3, 2)
         x[1, 2, 0] = value

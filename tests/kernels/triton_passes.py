@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
 from multibn.kernels import Gradient, Input, Running, cuda, generic
-from multibn.message import Message, trailer
+from multibn.wire import Message, trailer
 from tests.kernels.passes import (
     AXIS,
     DEVICE,

@@ -13,8 +13,8 @@ from multibn.communicators.communicator import Handle
 from multibn.communicators.handshake import look_at_unread
 from multibn.communicators.layer_communicator import LayerPhase
 from multibn.kernels import Input, Running, cuda, generic
-from multibn.message import LARGEST
 from multibn.torch_backend import SyncBatchNorm
+from multibn.wire import LARGEST
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
 from tests.kernels.triton_passes import launched as launched

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from multibn import message
+from multibn import wire
 from multibn.communicators.channel import Allreduce, HostArray
 from multibn.communicators.polling import Poll, chain, never, poll
 from multibn.communicators.watchdog import check_timeout
@@ -45,14 +45,14 @@ class BlockAllreduce:
         return chain(self._parts(a))
 
     def _parts(self, a: HostArray) -> Iterator[Poll]:
-        kind = message.fingerprint(f"{self._number} {a.dtype} {a.shape}")
+        kind = wire.fingerprint(f"{self._number} {a.dtype} {a.shape}")
         flat, first = a.reshape(-1), self._first
         here = flat[: _ROOM if a.dtype == np.float64 else 0]
         first[:2] = kind, kind * kind
         first[2:] = 0.0
         first[2 : 2 + here.size] = here
         yield self._start(first)
-        while not message.all_equal(first[0], first[1], self._size):
+        while not wire.all_equal(first[0], first[1], self._size):
             yield never
         here[:] = first[2 : 2 + here.size]
         if here.size < flat.size:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from multibn import message
+from multibn import wire
 from multibn._environment import pid_space, process_state
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, never, poll
@@ -230,7 +230,7 @@ class SharedAllreduce:
         """
         numbers = np.array([self._number + 3.0, (self._number + 3.0) ** 2])
         yield self.begin(numbers)
-        while not message.all_equal(numbers[0], numbers[1], self._size):
+        while not wire.all_equal(numbers[0], numbers[1], self._size):
             yield never
 
     def begin(self, a: HostArray) -> Poll:
@@ -240,7 +240,7 @@ class SharedAllreduce:
         self._message_at = self._buffer_at if a is self._buffer else a.ctypes.data
         parity = self._begun & 1
         if self._kinds is not None:
-            kind = message.fingerprint(f"{a.dtype} {a.shape}")
+            kind = wire.fingerprint(f"{a.dtype} {a.shape}")
             self._kinds[parity, self._machine.rank] = kind
         slot = self._slots_at[parity] + self._offset
         core.arrive(self._gate, self._begun * self._size, slot, self._message_at, a.nbytes)

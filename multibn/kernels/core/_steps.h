@@ -31,10 +31,10 @@ static void put(const double *restrict numbers, int64_t n, Parameter array)
 #undef CODE
 }
 
-enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see message.py */
+enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see wire.py */
 enum { RIGHT, REFUSED, NOT_FINITE, ONE_VALUE, LOST }; /* states of a message: see arguments.py */
 
-static const double LARGEST = 0x1p940, LARGEST_SUM = 0x1p960; /* see message.py */
+static const double LARGEST = 0x1p940, LARGEST_SUM = 0x1p960; /* see wire.py */
 
 static void pack(const double *mean, const double *var, double *packed, int64_t C, double weight, double count,
                  double mark)

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from multibn import message
+from multibn import wire
 
-WEIGHT, COUNT = constexpr(message.WEIGHT), constexpr(message.COUNT)
-SCALARS = constexpr(message.forward_payload(0))
-LARGEST, LARGEST_SUM = constexpr(message.LARGEST), constexpr(message.LARGEST_SUM)
+WEIGHT, COUNT = constexpr(wire.WEIGHT), constexpr(wire.COUNT)
+SCALARS = constexpr(wire.forward_payload(0))
+LARGEST, LARGEST_SUM = constexpr(wire.LARGEST), constexpr(wire.LARGEST_SUM)
 
 _CONSTANTS = {"BLOCK", "SPLITS", "CUMULATIVE", "UNBIASED"}
 
