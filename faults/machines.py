@@ -23,7 +23,7 @@ from faults.launch import Job
 from faults.outcome import Outcome
 from faults.scenarios import Scenario
 from faults.setups import SETUPS, Setup
-from multibn._environment import find_command
+from multibn._platform import find_command
 from tests.helpers import require
 
 MACHINES = ("mbnode1", "mbnode2")

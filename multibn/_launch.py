@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import multibn
-from multibn._environment import find_command
+from multibn._platform import find_command
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 
 # The launcher of each communicator; "" starts one process without a launcher.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multibn import __version__, kernels
-from multibn._environment import find_command, importable
+from multibn._platform import find_command, importable
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.watchdog import check_timeout
 

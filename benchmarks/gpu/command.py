@@ -24,7 +24,7 @@ import torch
 from benchmarks import machine
 from benchmarks.tables import markdown
 from multibn import _launch
-from multibn._environment import importable
+from multibn._platform import importable
 
 ROOT = Path(__file__).parents[2]
 OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm"

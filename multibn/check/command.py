@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from multibn import info
-from multibn._environment import importable, this_machine
 from multibn._launch import enter_world, leave_world
+from multibn._platform import importable, this_machine
 from multibn.check import timing
 from multibn.check.timing import Step, message_steps, take_turns, training_step
 from multibn.communicators import Communicator

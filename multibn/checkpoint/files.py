@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from multibn._environment import importable
+from multibn._platform import importable
 from multibn._typing import Array
 
 # The framework that reads a file, by its suffix.

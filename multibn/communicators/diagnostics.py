@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from multibn._environment import launched_processes
+from multibn._platform import launched_processes
 
 
 def find_module_path(

@@ -8,7 +8,7 @@ from importlib import import_module
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
-from multibn._environment import launched_processes, this_machine
+from multibn._platform import launched_processes, this_machine
 from multibn.communicators.communicator import (
     Communicator,
     Forwarding,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multibn._arrays import to_host
-from multibn._environment import launched_processes
+from multibn._platform import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
 from multibn.communicators.communicator import gather

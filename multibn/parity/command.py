@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from multibn._environment import find_command, importable
 from multibn._launch import LAUNCHERS, WorkerError, run_workers
+from multibn._platform import find_command, importable
 from multibn.parity.cases import CASES, select
 from multibn.parity.worker import SURFACES, Error, find
 

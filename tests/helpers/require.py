@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multibn._environment import find_command, importable
+from multibn._platform import find_command, importable
 
 # What pytest.importorskip may find missing. Required, it is missed before the first test.
 DEV = (

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from multibn import wire
-from multibn._environment import pid_space, process_state
+from multibn._platform import pid_space, process_state
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, never, poll
 from multibn.communicators.watchdog import RankLostError

@@ -15,7 +15,7 @@ from functools import cache, partial
 
 import torch.distributed as dist
 
-from multibn._environment import pid_space, process_start, process_state, seconds_since_boot
+from multibn._platform import pid_space, process_start, process_state, seconds_since_boot
 from multibn.communicators.channel import after_fork
 from multibn.communicators.polling import Poll, poll
 from multibn.communicators.watchdog import Status
