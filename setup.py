@@ -63,7 +63,7 @@ CORE = Extension(
     extra_link_args=["-pthread"],
     define_macros=[("Py_LIMITED_API", "0x030a0000")],
     py_limited_api=True,
-    optional=True,  # without a compiler, the generic kernels are used: `multibn info` says so
+    optional=True,  # without a compiler, the reference kernels are used: `multibn info` says so
 )
 
 SHARED_MEMORY = Extension(

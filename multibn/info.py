@@ -83,19 +83,19 @@ def _what_works(
 def _kernels(triton: str | None) -> dict[str, str]:
     """The kernels in use: for arrays in host memory, and for torch's and CuPy's on a GPU."""
     if kernels.turned_off():
-        return dict.fromkeys(("host", "GPU"), "generic (slow): MULTIBN_KERNELS is generic")
+        return dict.fromkeys(("host", "GPU"), "reference (slow): MULTIBN_KERNELS is reference")
     try:
         core = import_module("multibn.kernels.core._core")
         host = f"C core, {core.levels[-1]}"
     except ImportError as error:
         host = (
-            f"generic (slow): the C core is missing ({error}). Install a C compiler (gcc or clang) "
-            "and Python's headers, then install multibn again"
+            f"reference (slow): the C core is missing ({error}). Install a C compiler "
+            "(gcc or clang) and Python's headers, then install multibn again"
         )
     gpu = "Triton, launched by torch, when there is a GPU"
     new_enough = [int(number) for number in re.findall(r"\d+", triton or "")] >= [3, 4]
     if not new_enough or not importable("torch"):
-        gpu = "generic (slow)" if find_gpu() else "no GPU found; for one"
+        gpu = "reference (slow)" if find_gpu() else "no GPU found; for one"
         gpu += ": pip install torch 'triton>=3.4'"
     return {"host": host, "GPU": gpu}
 

@@ -128,7 +128,7 @@ def use_gpu_kernels(patch: pytest.MonkeyPatch) -> None:
 
     def selected(x: Any, /, *others: Any) -> Any:
         differentiated = any(getattr(a, "requires_grad", False) for a in (x, *others))
-        return kernels.generic if differentiated and torch.is_grad_enabled() else cuda
+        return kernels.reference if differentiated and torch.is_grad_enabled() else cuda
 
     patch.setattr(kernels, "select", selected)
     # Messages as on a GPU, not in a line's memory.

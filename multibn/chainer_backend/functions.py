@@ -17,7 +17,7 @@ from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
-from multibn.kernels import generic
+from multibn.kernels import reference
 
 
 def normalize(i: Input, communicator: Communicator, /, *, weighting: Weighting) -> Variable:
@@ -144,7 +144,7 @@ class BatchNormalization(FunctionNode):
             return (*found, dy)[: len(self.names)]
         (dy,) = map(chainer.as_array, grad_outputs)
         if chainer.is_debug():
-            counted = generic.masked(dy, self.input.mask)
+            counted = reference.masked(dy, self.input.mask)
             raise_for_nan_gradients(self.communicator, bool((counted != counted).any()))
         i = self._filled([*map(chainer.as_array, inputs)])
         has_residual = "residual" in self.names
@@ -152,7 +152,7 @@ class BatchNormalization(FunctionNode):
         g = Gradient(dy, i, self.batch, y if has_residual else None)
         dx, dresidual, *parameters = step.backward(g, self.communicator, means=True)
         if has_residual and dresidual is None:
-            dresidual = generic.residual_gradient(g)
+            dresidual = reference.residual_gradient(g)
         gradients = [v for v in (dx, *parameters, dresidual) if v is not None]
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 

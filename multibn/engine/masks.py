@@ -10,7 +10,7 @@ from array_api_compat import is_array_api_obj, is_torch_array, to_device
 
 from multibn._arrays import array_namespace, device, is_abstract, is_on_host
 from multibn._typing import Array, Weighting, check_choice
-from multibn.kernels import Input, generic
+from multibn.kernels import Input, reference
 
 
 def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
@@ -85,7 +85,7 @@ def weigh(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Arra
     if weighting != "element":  # the only weighting known not to read the samples, and the default
         others = tuple(k for k in range(i.mask.ndim) if k != i.axis[0])
         samples = xp.count_nonzero(xp.any(i.mask, axis=others))
-    numbers: Any = generic.as_wide
+    numbers: Any = reference.as_wide
     if is_on_host(i.mask) and not is_abstract(i.mask):
         numbers = float
     counted, samples = (numbers(n) if hasattr(n, "dtype") else n for n in (counted, samples))
@@ -98,7 +98,7 @@ def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
     check_choice("weighting", weighting, Weighting)
     weight = WEIGHTINGS[weighting](count, num_samples)
     if hasattr(count, "dtype"):
-        return generic.as_wide(count > 0) * weight
+        return reference.as_wide(count > 0) * weight
     return weight if count else 0.0
 
 

@@ -8,7 +8,7 @@ from multibn.communicators.nonfinite import layer_of
 from multibn.engine import masks
 from multibn.engine.recompute import Taping
 from multibn.engine.statistics import BatchStatistics, sizes
-from multibn.kernels import Input, generic
+from multibn.kernels import Input, reference
 
 
 class LayerStatistics(NamedTuple):
@@ -62,9 +62,9 @@ class observing(Taping):  # noqa: N801
             return
         layer = layer_of(communicator)
         _, n = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
-        mean, var = generic.local_moments(i.x, i.axis, i.mask, n)
+        mean, var = reference.local_moments(i.x, i.axis, i.mask, n)
         count = 0 * batch.count + n
-        own = BatchStatistics(mean, var, count, count / generic.at_least_one(count) ** 2)
+        own = BatchStatistics(mean, var, count, count / reference.at_least_one(count) ** 2)
         # Copies: the backward pass reads the layer's own.
         pair = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
         self.tape.append(LayerStatistics("a layer" if layer is None else layer.name, *pair))

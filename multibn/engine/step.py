@@ -15,12 +15,12 @@ from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
-from multibn.kernels import BatchStatistics, Running, generic
+from multibn.kernels import BatchStatistics, Running, reference
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import Input as Input
 from multibn.kernels.arguments import LOST, RIGHT
 
-# Of x; of the residual, or None, see `generic.residual_gradient`; of weight and bias.
+# Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
 
 
@@ -79,7 +79,7 @@ def share(
     y, batch, state = verbs.finish_forward(moving, summed, weight, count)
     if state == LOST:  # on all ranks, from the same sums: a message more, of moments about the mean
         options: Any = {"weighting": weighting, "verbs": verbs, "phase": "about the mean"}
-        about, centre = generic.about(i, batch.mean)
+        about, centre = reference.about(i, batch.mean)
         _, near = share(about, communicator, **options)
         batch = near._replace(mean=centre + near.mean)
         if i.running is not None:
@@ -87,7 +87,7 @@ def share(
         return verbs.normalize(i, batch), batch
     if state != RIGHT:
         statistics.raise_for(state, during, summed, i.x)
-        batch = generic.skipped(batch)
+        batch = reference.skipped(batch)
         y = verbs.normalize(i, batch)
     elif (
         i.mask is not None
@@ -110,7 +110,7 @@ def move(running: Running | Pool, batch: BatchStatistics, local_count: Array) ->
     if isinstance(running, Pool):
         running.add(batch, local_count=local_count)
     else:
-        generic.move(running, *batch[:3], local_count)
+        reference.move(running, *batch[:3], local_count)
 
 
 def backward(
@@ -132,7 +132,7 @@ def backward(
     payload, dweight, dbias, *begun = verbs.begin_backward(g, out=memory)
     summed = communicator.allreduce(payload)
     if means:
-        dweight, dbias = generic.parameter_gradients(summed, g, divisor=communicator.size)
+        dweight, dbias = reference.parameter_gradients(summed, g, divisor=communicator.size)
     return *verbs.finish_backward(g, summed, *begun), dweight, dbias
 
 

@@ -2,11 +2,11 @@
 
 A kernels file has the four verbs of a pass, two halves each way with the message between:
 `begin_forward` and `finish_forward`, `begin_backward` and `finish_backward`; and `normalize`, the
-pass by known statistics. `arguments` has the verbs' arguments. `generic` says what each verb
+pass by known statistics. `arguments` has the verbs' arguments. `reference` says what each verb
 computes, and works for every library of the array API standard. `host` (NumPy arrays and torch
 tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute
 the same faster, if their compiler is installed and they know all fields of the arguments, and pass
-all else on to `generic`. A file's `finish_backward` takes as its last argument the value that the
+all else on to `reference`. A file's `finish_backward` takes as its last argument the value that the
 same file's `begin_backward` returns beside the payload and the gradients of the parameters. No file
 here knows of processes.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from array_api_compat import is_cupy_array
 
 from multibn._typing import Array
-from multibn.kernels import generic as generic
+from multibn.kernels import reference as reference
 from multibn.kernels.arguments import BatchStatistics as BatchStatistics
 from multibn.kernels.arguments import Gradient as Gradient
 from multibn.kernels.arguments import Input as Input
@@ -36,29 +36,29 @@ def select(x: Array, /) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
-            return generic
+            return reference
         if x.requires_grad and torch.is_grad_enabled():
-            return generic  # autograd differentiates torch's own operations only
-        return _native("host") if x.is_cpu else _native("cuda") if x.is_cuda else generic
-    return _native("cupy") if is_cupy_array(x) else generic
+            return reference  # autograd differentiates torch's own operations only
+        return _native("host") if x.is_cpu else _native("cuda") if x.is_cuda else reference
+    return _native("cupy") if is_cupy_array(x) else reference
 
 
 def turned_off() -> bool:
     """Whether MULTIBN_KERNELS turns the compiled kernels off; ValueError for a wrong value."""
     asked = os.environ.get("MULTIBN_KERNELS", "")
-    if asked not in ("", "generic"):
-        raise ValueError(f"MULTIBN_KERNELS must be generic, or not be set: got {asked!r}.")
-    return asked == "generic"
+    if asked not in ("", "reference"):
+        raise ValueError(f"MULTIBN_KERNELS must be reference, or not be set: got {asked!r}.")
+    return asked == "reference"
 
 
 @cache
 def _native(name: str) -> Any:
-    """The module `name`; `generic` if MULTIBN_KERNELS says so, or its compiler is missing.
+    """The module `name`; `reference` if MULTIBN_KERNELS says so, or its compiler is missing.
 
     Warns once of a missing core, in the first step of a layer in host memory.
     """
     if turned_off():
-        return generic
+        return reference
     try:
         file = importlib.import_module(f"multibn.kernels.{name}")
     except ImportError as error:
@@ -66,12 +66,12 @@ def _native(name: str) -> Any:
             warnings.warn(
                 "layers in host memory are about three times slower: the C core is missing "
                 f"({error}). Install a C compiler and Python's headers, then install multibn "
-                "again; `multibn info` shows what is in use. MULTIBN_KERNELS=generic says that "
+                "again; `multibn info` shows what is in use. MULTIBN_KERNELS=reference says that "
                 "this is intended.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return generic
+        return reference
     # A field that the file does not know would be forgotten in silence.
     knows_all = all({*kind._fields} <= {*names} for kind, names in file.FIELDS.items())
-    return file if knows_all else generic
+    return file if knows_all else reference

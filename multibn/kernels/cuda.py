@@ -3,7 +3,7 @@
 The kernels take activations that have sizes (N, C, S), see `layout`: contiguous and channels-last
 formats of any number of dimensions. They take per-channel tensors of one shape on one device: wide
 ones, and parameters and running statistics of any floating-point dtype. Everything else goes to
-`generic`. Nothing waits for the GPU, and the launches depend on shapes, strides and
+`reference`. Nothing waits for the GPU, and the launches depend on shapes, strides and
 dtypes only: a CUDA graph can capture a pass that has been compiled by an earlier run outside of it.
 While the graph is replayed, no Python looks at the messages between the ranks: ranks in different
 layers go unnoticed, and a batch that is not finite is skipped. Results do not depend on the order
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from multibn.kernels import generic
+from multibn.kernels import reference
 from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.triton import passes, steps
@@ -47,7 +47,7 @@ _MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `passe
 _PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are written and read
 
 _BLOCK = 256  # channels of a program of a step
-# Without fused operations products and sums are rounded one by one, as in `generic`.
+# Without fused operations products and sums are rounded one by one, as in `reference`.
 _STEP: dict[str, Any] = {"BLOCK": _BLOCK, "enable_fp_fusion": False}
 # Of programs that merge; they read so many splits of so many channels at a time.
 _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
@@ -61,10 +61,10 @@ _increment_version = torch._C._increment_version  # autograd then notices that t
 def begin_forward(
     i: Input, rank_weight: Any, count: Any, mark: float = NO_MARK, /, *, out: Message | None = None
 ) -> Any:
-    """As `generic.begin_forward`; two launches."""
+    """As `reference.begin_forward`; two launches."""
     x, plan = i.x, _plan(i)
     if plan is None:
-        return generic.begin_forward(i, rank_weight, count, mark, out=out)
+        return reference.begin_forward(i, rank_weight, count, mark, out=out)
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
@@ -80,7 +80,7 @@ def begin_forward(
 def finish_forward(
     i: Input, summed: Tensor, rank_weight: Any, count: Any, /
 ) -> tuple[Tensor, BatchStatistics, int]:
-    """As `generic.finish_forward`; two launches, four for a cumulative average."""
+    """As `reference.finish_forward`; two launches, four for a cumulative average."""
     plan, weight, bias, running = _plan(i), i.weight, i.bias, i.running
     if (
         plan is None
@@ -88,9 +88,9 @@ def finish_forward(
         or not fit(plan.device, plan.shape, (), (weight, bias))
         or not (running is None or movable(running, plan))
     ):
-        return generic.finish_forward(i, summed, rank_weight, count)
+        return reference.finish_forward(i, summed, rank_weight, count)
     is_many = isinstance(count, float) and count > 1.0
-    state = RIGHT if summed.is_cuda and is_many else generic.state(summed, count)
+    state = RIGHT if summed.is_cuda and is_many else reference.state(summed, count)
     moved = running if state == RIGHT else None
     shape, C, new = plan.shape, plan.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
@@ -107,14 +107,14 @@ def finish_forward(
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
-    """As `generic.begin_backward`; two launches, three for the sign of an output that is gone.
+    """As `reference.begin_backward`; two launches, three for the sign of an output that is gone.
 
     Also returns what `finish_backward` goes on from.
     """
     i, about, plan = g.input, g.batch[:2], _plan(g.input)
     parameters = i.weight, i.bias
     if plan is None or not fit(plan.device, plan.shape, about, parameters):
-        return generic.begin_backward(g, out=out)
+        return reference.begin_backward(g, out=out)
     statistics = *about, *parameters
     programs, sizes, splits, constants, known = plan.sums
     coefficients = None
@@ -138,10 +138,10 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 def finish_backward(
     g: Gradient, summed: Tensor, begun: Any = None, /
 ) -> tuple[Tensor, Tensor | None]:
-    """As `generic.finish_backward`; one launch. `begun` is what `begin_backward` returned last."""
+    """As `reference.finish_backward`; one launch. `begun` comes from `begin_backward`."""
     x, numbers = g.input.x, (2 * g.batch.mean.numel(),)
     if begun is None or not fit(x.device, numbers, (summed,)):
-        return generic.finish_backward(g, summed)
+        return reference.finish_backward(g, summed)
     factor = number(g.batch.element_weight)
     plan, inputs, key, coefficients = begun
     programs, sizes, _, constants, known = plan.elementwise[g.input.relu]
@@ -154,11 +154,11 @@ def finish_backward(
 
 
 def normalize(i: Input, batch: BatchStatistics, /) -> Tensor:
-    """As `generic.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
+    """As `reference.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
     plan, about = _plan(i), (batch.mean, batch.var)
     parameters = i.weight, i.bias
     if plan is None or not fit(plan.device, plan.shape, about, parameters):
-        return generic.normalize(i, batch)
+        return reference.normalize(i, batch)
     coefficients = coefficients_of(*about, *parameters, i.eps, plan.dtype)
     return _normalize(plan, i, coefficients)
 
@@ -214,7 +214,7 @@ def _moved(
     _increment_version((mean, var) if counter is None else (mean, var, counter))
     momentum, convention = running.momentum, running.convention
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
-    factor = number(0.0 if is_global else generic.variance_factor(0.0, local_count, convention))
+    factor = number(0.0 if is_global else reference.variance_factor(0.0, local_count, convention))
     cumulative = momentum is None and counter is not None
     if cumulative or is_global:
         constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global}

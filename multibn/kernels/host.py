@@ -4,7 +4,7 @@ Python makes the results, and the core reads the fields of the arguments by name
 all arrays lie. The core takes dense activations of any number of dimensions, 16-bit dtypes
 included, whose memory has the order (N, C, S) of `layout`: contiguous and channels-last ones have
 this order. Where a function of the core cannot take an array, the function does nothing and returns
-None: `_with_copies` tries once more, and `generic` computes what is left. The core divides a
+None: `_with_copies` tries once more, and `reference` computes what is left. The core divides a
 large array among threads.
 """
 
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multibn._typing import Array
-from multibn.kernels import generic
+from multibn.kernels import reference
 from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 from multibn.kernels.core import _core
-from multibn.kernels.generic import move
 from multibn.kernels.layout import channels, sizes
+from multibn.kernels.reference import move
 from multibn.wire import NO_MARK
 
 FIELDS: dict[Any, list[str]] = dict(
@@ -90,19 +90,19 @@ def _templates(numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> l
 def begin_forward(
     i: Input, rank_weight: float, count: float, mark: float = NO_MARK, *, out: Array | None = None
 ) -> Array:
-    """As `generic.begin_forward`."""
+    """As `reference.begin_forward`."""
     payload = _library(type(i.x)).numbers(sizes(i.x.shape, i.axis)[2]) if out is None else out
     numbers = rank_weight, count, mark
     done = _core.begin_forward(i, payload, *numbers)
     if done is None:
         _, done = _with_copies(_core.begin_forward, i, payload, *numbers)
-    return generic.begin_forward(i, *numbers, out=out) if done is None else payload
+    return reference.begin_forward(i, *numbers, out=out) if done is None else payload
 
 
 def finish_forward(
     i: Input, summed: Array, rank_weight: float, count: float
 ) -> tuple[Array, BatchStatistics, int]:
-    """As `generic.finish_forward`."""
+    """As `reference.finish_forward`."""
     library, message = _library(type(i.x)), (summed, rank_weight, count)
     new = library.empty_like
     per_channel, number = _templates(library.numbers, i.x.shape, i.axis)
@@ -112,7 +112,7 @@ def finish_forward(
     if state is None:
         taken, state = _with_copies(_core.finish_forward, i, batch, y, *message)
     if state is None:
-        return generic.finish_forward(i, *message)
+        return reference.finish_forward(i, *message)
     running = i.running
     if taken.running is not None:
         library.changed(running.mean, running.var, running.num_batches)
@@ -122,7 +122,7 @@ def finish_forward(
 
 
 def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
-    """As `generic.begin_backward`; also returns `g` with copies, if the core needs these."""
+    """As `reference.begin_backward`; also returns `g` with copies, if the core needs these."""
     i = g.input
     library = _library(type(i.x))
     payload = library.numbers(sizes(i.x.shape, i.axis)[3]) if out is None else out
@@ -132,30 +132,30 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
     if done is None:
         taken, done = _with_copies(_core.begin_backward, g, payload, dweight, dbias)
     if done is None:
-        return generic.begin_backward(g, out=out)
+        return reference.begin_backward(g, out=out)
     return payload, dweight, dbias, taken
 
 
 def finish_backward(
     g: Gradient, summed: Array, taken: Gradient | None = None
 ) -> tuple[Array, Array | None]:
-    """As `generic.finish_backward`."""
+    """As `reference.finish_backward`."""
     if taken is None:
-        return generic.finish_backward(g, summed)
+        return reference.finish_backward(g, summed)
     new = _library(type(taken.input.x)).empty_like
     dx = new(taken.input.x)
     dresidual = None if g.y is None else new(dx)
     done = _core.finish_backward(taken, summed, dx, dresidual)
-    return generic.finish_backward(g, summed) if done is None else (dx, dresidual)
+    return reference.finish_backward(g, summed) if done is None else (dx, dresidual)
 
 
 def normalize(i: Input, batch: BatchStatistics) -> Array:
-    """As `generic.normalize`."""
+    """As `reference.normalize`."""
     y = _library(type(i.x)).empty_like(i.x)
     done = _core.normalize(i, batch, y)
     if done is None:
         _, done = _with_copies(_core.normalize, i, batch, y)
-    return generic.normalize(i, batch) if done is None else y
+    return reference.normalize(i, batch) if done is None else y
 
 
 def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ WITHOUT = {
     "torch": "found = command.importable\n"
     "command.importable = lambda name: name != 'torch' and found(name)",
     "a compiler": "from multibn.communicators.transports import shared_memory\n"
-    "shared_memory.core = None; os.environ['MULTIBN_KERNELS'] = 'generic'",
+    "shared_memory.core = None; os.environ['MULTIBN_KERNELS'] = 'reference'",
 }
 
 

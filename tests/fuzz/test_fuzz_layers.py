@@ -49,7 +49,7 @@ def steps(call: Call, run: Callable[[Call, int, ThreadCommunicator], Step]) -> l
     def on_rank(communicator: ThreadCommunicator) -> Step:
         return run(call, communicator.rank, communicator)
 
-    with fuzz.kernels_used(call.generic):
+    with fuzz.kernels_used(call.reference):
         return run_ranks(len(call.ranks), on_rank)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.kernels import BatchStatistics, Gradient, Input, Running, generic
+from multibn.kernels import BatchStatistics, Gradient, Input, Running, reference
 from tests.helpers import require
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET")
@@ -58,7 +58,7 @@ if INTERPRETED == "1":
     _patch_the_interpreter_once()
 
 
-@pytest.fixture(params=["generic", "host"] if INTERPRETED is None else ["cuda"])
+@pytest.fixture(params=["reference", "host"] if INTERPRETED is None else ["cuda"])
 def kernels(request: pytest.FixtureRequest) -> Any:
     """Each kernels file that can be used."""
     if request.param == "host":
@@ -169,7 +169,7 @@ def passes(
         old = [like(i.x, np.full(len(forward) // 2 - 1, v, "float32")) for v in (1, 2)]
         moved = i._replace(running=Running(old[0], old[1], 0.3, num_batches=like(i.x, np.array(3))))
         y, batch, state = kernels.finish_forward(moved, message + forward, n, n)
-        assert state in (generic.RIGHT, generic.LOST)
+        assert state in (reference.RIGHT, reference.LOST)
         found |= {"y": y, **batch._asdict(), "running mean": old[0], "running var": old[1]}
     found["normalized"] = kernels.normalize(i, batch)
     y = found.setdefault("y", found["normalized"])
@@ -242,7 +242,7 @@ def check(
     tolerance: float | None = None,
     hint: str = "",
 ) -> dict[str, Any]:
-    """All results, which are near their definition; `native` if `generic` is to have no part.
+    """All results, which are near their definition; `native` if `reference` is to have no part.
 
     Results have the dtypes and the memory order of their arrays; arguments stay as they are.
     """
@@ -282,15 +282,15 @@ def strides(a: Any) -> list[int]:
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("the generic kernels were used")
+    raise AssertionError("the reference kernels were used")
 
 
 @contextmanager
 def only(kernels: Any) -> Iterator[None]:
     """The verbs of the reference raise, if `kernels` are not the reference."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in (*VERBS, "move") if kernels is not generic else ():
-            patch.setattr(generic, name, refuse)
+        for name in (*VERBS, "move") if kernels is not reference else ():
+            patch.setattr(reference, name, refuse)
         yield
 
 

@@ -1,4 +1,4 @@
-"""A field of the passes' arguments reaches every verb, or the file is left to `generic`."""
+"""A field of the passes' arguments reaches every verb, or the file is left to `reference`."""
 
 import contextlib
 import inspect
@@ -14,7 +14,7 @@ require.need("core")
 
 from multibn import kernels  # noqa: E402
 from multibn.engine import step  # noqa: E402
-from multibn.kernels import BatchStatistics, Gradient, Input, Running, generic, host  # noqa: E402
+from multibn.kernels import BatchStatistics, Gradient, Input, Running, host, reference  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
 
 RECORDS: list[Any] = [Input, Gradient, BatchStatistics, Running]
@@ -22,10 +22,10 @@ RECORDS: list[Any] = [Input, Gradient, BatchStatistics, Running]
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_the_reference_reads_each_field(record: Any) -> None:
-    source = "".join(map(inspect.getsource, (generic, step)))
+    source = "".join(map(inspect.getsource, (reference, step)))
     for name in record._fields:
         assert f".{name}" in source, (
-            f"`{record.__name__}.{name}` reaches no verb: generic.py must "
+            f"`{record.__name__}.{name}` reaches no verb: reference.py must "
             "read the field by name. Other kernels are not used until they know the field."
         )
 
@@ -38,10 +38,10 @@ def test_a_file_that_does_not_know_a_field_is_left_to_generic(
     monkeypatch.setattr(host, "FIELDS", known)
     monkeypatch.delenv("MULTIBN_KERNELS", raising=False)
     chosen = kernels._native.__wrapped__("host")
-    assert chosen is (generic if missing else host), "a field must not be forgotten in silence"
+    assert chosen is (reference if missing else host), "a field must not be forgotten in silence"
 
 
-@pytest.mark.parametrize("asked", ["", "generic"])
+@pytest.mark.parametrize("asked", ["", "reference"])
 def test_a_missing_core_is_told_unless_the_slow_way_was_asked_for(
     asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +51,7 @@ def test_a_missing_core_is_told_unless_the_slow_way_was_asked_for(
     monkeypatch.setenv("MULTIBN_KERNELS", asked)
     message = r"three times slower: the C core is missing \(.*_core.*\)\. Install a C compiler"
     with contextlib.nullcontext() if asked else pytest.warns(RuntimeWarning, match=message):
-        assert kernels._native.__wrapped__("host") is generic
+        assert kernels._native.__wrapped__("host") is reference
 
 
 def test_the_core_says_which_arguments_were_wrong() -> None:
@@ -59,7 +59,7 @@ def test_the_core_says_which_arguments_were_wrong() -> None:
         _core.begin_forward(1)
 
 
-@pytest.mark.parametrize("file", [host, generic])
+@pytest.mark.parametrize("file", [host, reference])
 def test_what_is_needed_and_missing_is_an_error_in_python(file: Any) -> None:
     x = np.ones((6, 2))
     i = Input(x, None, None, 1e-5, (0,))

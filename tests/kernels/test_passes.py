@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from multibn import wire
-from multibn.kernels import Gradient, Input, generic, select
+from multibn.kernels import Gradient, Input, reference, select
 from tests.helpers.spread import spread
 from tests.kernels.passes import (
     AXIS,
@@ -74,7 +74,7 @@ def test_every_layout_dtype_and_mask_gives_the_exact_numbers(
     """With ReLU and residual, and with weights and biases of any dtype, too."""
     seed = SHAPES.index(shape) + 20 * DTYPES.index(dtype) + 100 * (order is last)
     rng = np.random.default_rng(seed)
-    number = 2 if INTERPRETED else 5 if kernels is generic or math.prod(shape) > 5000 else 20
+    number = 2 if INTERPRETED else 5 if kernels is reference or math.prod(shape) > 5000 else 20
     for n, at in enumerate(rng.permutation(len(VARIANTS))[:number]):
         relu, residual, mask = VARIANTS[at]
         of = LIBRARIES[n % len(LIBRARIES)] if dtype != "bfloat16" else as_torch
@@ -282,8 +282,8 @@ def test_any_number_is_an_element_weight(kernels: Any, of: Any, number: Any) -> 
 
 def moments(kernels: Any, x: Any, axis: tuple[int, ...] = AXIS) -> tuple[Any, Any]:
     """Mean and variance of this rank, as a message tells them."""
-    if kernels is generic:
-        mean, var = generic.local_moments(x, axis)
+    if kernels is reference:
+        mean, var = reference.local_moments(x, axis)
         return exact(mean), exact(var)
     message = exact(kernels.begin_forward(Input(x, None, None, 1.0, axis), 1.0, 1.0))
     mean, meansqr = np.split(message[:-2], 2)
@@ -466,7 +466,7 @@ class TestTensors:
         with torch.device("meta"):
             message = file.begin_forward(i, 2.0, 2.0)
             y, batch, state = file.finish_forward(i, message, 2.0, 2.0)
-        assert state == generic.RIGHT
+        assert state == reference.RIGHT
         assert y.is_cpu
         np.testing.assert_allclose(batch.mean, i.x.mean(0), rtol=1e-6)
         payload, *_ = file.begin_backward(Gradient(torch._efficientzerotensor((2, 19)), i, batch))
@@ -483,14 +483,14 @@ def test_a_device_without_float64_uses_the_host() -> None:
         return strict.asarray(v, device=device)
 
     i, dy = layer((8, 3, 4, 4), parameters=("float32", "float32"))
-    message = generic.begin_forward(i._replace(x=there(i.x)), 128.0, 128.0)
+    message = reference.begin_forward(i._replace(x=there(i.x)), 128.0, 128.0)
     found = []
     for of in (there, np.asarray):
         own = i._replace(x=of(i.x), weight=of(i.weight), bias=of(i.bias))
         summed = message if of is there else np.asarray(message)
-        y, batch, _ = generic.finish_forward(own, summed, 128.0, 128.0)
-        sums, *parameters = generic.begin_backward(Gradient(of(dy), own, batch))
-        dx, _ = generic.finish_backward(Gradient(of(dy), own, batch), sums)
+        y, batch, _ = reference.finish_forward(own, summed, 128.0, 128.0)
+        sums, *parameters = reference.begin_backward(Gradient(of(dy), own, batch))
+        dx, _ = reference.finish_backward(Gradient(of(dy), own, batch), sums)
         assert {str(v.dtype).rpartition(".")[2] for v in (*batch[:2], sums)} == {"float64"}
         found.append([y, dx, *parameters])
     assert message.device != device

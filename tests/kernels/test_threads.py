@@ -81,8 +81,8 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...]) -> None:
 def test_the_core_computes_in_a_process_without_torch() -> None:
     code = """
 import sys, numpy as np
-from multibn.kernels import Input, generic, host
-generic.begin_forward = None
+from multibn.kernels import Input, reference, host
+reference.begin_forward = None
 x = np.ones((3, 2))
 print(host.begin_forward(Input(x, None, None, 0.0, (0,)), 1.0, 3.0)[0], "torch" in sys.modules)
 """

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
-from multibn.kernels import Gradient, Input, Running, cuda, generic
+from multibn.kernels import Gradient, Input, Running, cuda, reference
 from multibn.wire import Message, trailer
 from tests.kernels.passes import (
     AXIS,
@@ -52,7 +52,7 @@ def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were launched, to be told from what was left to `generic`."""
+    """The kernels that were launched, to be told from what was left to `reference`."""
     launches: list[str] = []
     launch = cuda.launch
 
@@ -158,7 +158,7 @@ def test_padding_counts_for_nothing(order: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("start", [0, 3, 2000])
-@pytest.mark.parametrize("file", [cuda, generic], ids=["cuda", "generic"])
+@pytest.mark.parametrize("file", [cuda, reference], ids=["cuda", "reference"])
 def test_a_message_may_have_memory_of_its_own(start: int, file: Any, launched: list[str]) -> None:
     """Zeros before the payload, the payload, zeros and the fingerprint after the payload."""
     i, dy = layer((2, 5, 3, 3))
@@ -176,7 +176,7 @@ def test_a_message_may_have_memory_of_its_own(start: int, file: Any, launched: l
         message = Message(numbers, start, 7.0)
         assert written(phase, message) is message
         assert numbers.tolist() == right
-    assert (launched == []) is (file is generic)
+    assert (launched == []) is (file is reference)
 
 
 def test_tensors_elsewhere_do_not_fit() -> None:
@@ -253,19 +253,19 @@ def test_cupy_arrays_take_the_same_kernels(order: Any, cupy: Any, launched: list
     del begun
     gc.collect()  # the interpreter has circles
     assert alive() is None
-    right, about, _ = generic.finish_forward(
-        mine, generic.begin_forward(mine, 72.0, 72.0), 72.0, 72.0
+    right, about, _ = reference.finish_forward(
+        mine, reference.begin_forward(mine, 72.0, 72.0), 72.0, 72.0
     )
     g = Gradient(dy, mine, about)
-    sums, right_dweight, _, *_ = generic.begin_backward(g)
-    right_dx, _ = generic.finish_backward(g, sums)
+    sums, right_dweight, _, *_ = reference.begin_backward(g)
+    right_dx, _ = reference.finish_backward(g, sums)
     got = y, *batch, dweight, dx, *i.running[:2]
     expected = right, *about, right_dweight, right_dx, *mine.running[:2]
     for a, b in zip(got, expected, strict=True):
         assert type(a) is cupy.ndarray
         assert [n // a.itemsize for n in a.strides] == list(b.stride())
         np.testing.assert_allclose(a, b.numpy(), rtol=1e-4, atol=1e-5)
-    assert state == generic.RIGHT
+    assert state == reference.RIGHT
     assert launched == [
         "moments", "merge_moments", "finish_forward", "normalize",
         "backward_sums", "merge_sums", "input_gradient",

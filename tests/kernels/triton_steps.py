@@ -1,4 +1,4 @@
-"""The Triton kernels of the steps against `generic`, see test_cuda.py."""
+"""The Triton kernels of the steps against `reference`, see test_cuda.py."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from multibn.communicators import nonfinite
 from multibn.communicators.communicator import Handle
 from multibn.communicators.handshake import look_at_unread
 from multibn.communicators.layer_communicator import LayerPhase
-from multibn.kernels import Input, Running, cuda, generic
+from multibn.kernels import Input, Running, cuda, reference
 from multibn.torch_backend import SyncBatchNorm
 from multibn.wire import LARGEST
 from tests.kernels.passes import DEVICE
@@ -32,7 +32,7 @@ def unpack(summed: Any, C: int, **options: Any) -> Any:
 @pytest.mark.parametrize("place", [0, 2999, 3000, 5999])  # of the means and the means of squares
 def test_a_batch_that_is_not_finite(bad: float, place: int) -> None:
     """NaN in all channels, and a count of 0, by which nothing moves."""
-    summed = generic.pack(wide(3000), wide(3000) ** 2 + 9, 2.0, 2.0)
+    summed = reference.pack(wide(3000), wide(3000) ** 2 + 9, 2.0, 2.0)
     summed[place] = bad
     mean, var, count, element_weight = unpack(summed, 3000)
     assert mean.isnan().all()
@@ -75,7 +75,7 @@ def test_the_launches_of_a_step(launched: list[str], monkeypatch: pytest.MonkeyP
     """Eleven. In the interpreter the two copies to the host are none."""
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
-        monkeypatch.setattr(generic, "is_on_host", lambda a: False)
+        monkeypatch.setattr(reference, "is_on_host", lambda a: False)
         monkeypatch.setattr(LayerPhase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
     ranks = Twice()
     layer = SyncBatchNorm(3, process_group=ranks).to(DEVICE)
@@ -109,10 +109,10 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
 ) -> None:
     """All later steps are, to the last bit, those of a layer that never saw the batch."""
     if DEVICE == "cpu":  # as for tensors on a GPU
-        monkeypatch.setattr(generic, "is_on_host", lambda a: False)
+        monkeypatch.setattr(reference, "is_on_host", lambda a: False)
         monkeypatch.setattr(LayerPhase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
     nonfinite._told = nonfinite._NOBODY
-    chosen = generic if generic_too else cuda
+    chosen = reference if generic_too else cuda
     monkeypatch.setattr(kernels, "select", lambda x, *others: chosen)
     layers = [SyncBatchNorm(300, momentum=momentum, process_group=Twice()) for _ in range(2)]
     sees, other = (layer.to(DEVICE) for layer in layers)
@@ -159,6 +159,6 @@ def test_running_statistics_of_inference_mode_are_moved() -> None:
     """The kernels cannot: they count the versions of what they write."""
     with torch.inference_mode():
         running = Running(wide(3), wide(3) ** 2, 0.1)
-        summed, before = generic.pack(wide(3), wide(3) ** 2 + 9, 2.0, 4.0), running.mean.clone()
+        summed, before = reference.pack(wide(3), wide(3) ** 2 + 9, 2.0, 4.0), running.mean.clone()
         unpack(summed, 3, running=running)
         assert torch.equal(running.mean, 0.9 * before + 0.1 * (summed[:3] / 2))

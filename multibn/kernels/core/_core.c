@@ -1,7 +1,7 @@
 /* The compiled part of the host kernels: loops over activations, and the steps between them.
 
 Python hands over arrays, `_locate.h` finds out where they lie, and a function takes them or says
-that it cannot; Python makes the results and looks after the life of all. `generic.py` says what
+that it cannot; Python makes the results and looks after the life of all. `reference.py` says what
 each function computes; `_passes.h` has the passes, `_loops.h` their innermost loops, and `_steps.h`
 the steps between passes and messages. The core needs GCC or Clang (vector types) and uses CPython's
 stable ABI: one build serves all versions of Python from 3.10 on.

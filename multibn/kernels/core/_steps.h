@@ -1,4 +1,4 @@
-/* The steps between an activation and a message, on C numbers: as in generic.py, but for the passes. */
+/* The steps between an activation and a message, on C numbers: as in reference.py, but for the passes. */
 
 /* An array of parameters or running statistics, or NULL. */
 typedef struct {

@@ -17,7 +17,7 @@ from multibn._typing import (
 )
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.step import Input
-from multibn.kernels import generic
+from multibn.kernels import reference
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import compiled, data_parallel, functional
 from multibn.torch_backend.layer.modules import SyncBatchNorm
@@ -55,9 +55,9 @@ class BatchNorm(_BatchNorm):
             running = running_of(self, "unbiased_global") if self.training else None
             i = Input(input, self.weight, self.bias, self.eps, axis, mask=mask, running=running)
             return compiled.forward(i, self.num_features, ALONE, weighting="element")[0]
-        x, parameters = generic.masked(input, mask), (self.weight, self.bias)
+        x, parameters = reference.masked(input, mask), (self.weight, self.bias)
         y = functional.normalize_by_running(x, *parameters, mean, var, eps=self.eps)
-        return generic.masked(y, mask)
+        return reference.masked(y, mask)
 
     def _check_input_dim(self, input: Any) -> None:
         if input.ndim < 2:

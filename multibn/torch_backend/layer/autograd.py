@@ -23,7 +23,7 @@ from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, recompute, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
-from multibn.kernels import generic
+from multibn.kernels import reference
 from multibn.kernels.layout import sizes_in_memory
 
 _NOTHING = nullcontext()
@@ -94,7 +94,7 @@ class _SyncBatchNorm(torch.autograd.Function):
                 find_nan(g, communicator)
             dx, dresidual, dweight, dbias = passes.backward(g, communicator)
             if dresidual is None and needed[3]:
-                dresidual = generic.residual_gradient(g)
+                dresidual = reference.residual_gradient(g)
         return None, dx, dweight, dbias, dresidual
 
 
@@ -116,7 +116,7 @@ apply = super(torch.autograd.Function, _SyncBatchNorm).apply
 def find_nan(g: Gradient, communicator: Communicator) -> None:
     """Say on which ranks the gradient of the output has NaN. Collective, as the backward pass."""
     if g.needs_dx:
-        dy = generic.masked(g.dy, g.input.mask)
+        dy = reference.masked(g.dy, g.input.mask)
         raise_for_nan_gradients(communicator, bool(dy.isnan().any()))
 
 
@@ -143,7 +143,7 @@ def _differentiable_backward(
         if i.relu and g.y is None:  # the output, bit for bit, and so its signs
             with torch.no_grad():
                 g = g._replace(y=kernels.select(i.x).normalize(i, g.batch))
-        dy = generic.residual_gradient(g)
+        dy = reference.residual_gradient(g)
         if not any(needed[:3]):
             return [None, None, None, dy]
         # Views, which are new tensors: if `x` depends on a parameter (a layer used twice), autograd
@@ -191,7 +191,7 @@ def _normalize(
     """
     sharing: Any = _Differentiable(communicator, phase, i.x.dtype)
     with without_autocast(i.x):
-        return step.share(i._replace(running=None), sharing, weighting=weighting, verbs=generic)
+        return step.share(i._replace(running=None), sharing, weighting=weighting, verbs=reference)
 
 
 class _Differentiable:

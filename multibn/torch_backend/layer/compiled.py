@@ -26,7 +26,7 @@ from multibn.engine import recompute, step
 from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
-from multibn.kernels import Running, generic, select
+from multibn.kernels import Running, reference, select
 from multibn.kernels.layout import channels
 from multibn.torch_backend.layer import autograd, dtensors, functional
 from multibn.torch_backend.layer.autograd import without_autocast
@@ -159,20 +159,20 @@ def _up_to_elements(x: Tensor) -> Any:
         # Of a single sample: the kernels normalize, too.
         sample = x.new_zeros([1 if k in i.axis else n for k, n in enumerate(x.shape)])
         _, batch, state = kernels.finish_forward(i._replace(x=sample, mask=None), *summed)
-        return generic.output_coefficients(i, batch), batch, state
+        return reference.output_coefficients(i, batch), batch, state
 
     return SimpleNamespace(
         begin_forward=kernels.begin_forward,
         finish_forward=finish_forward,
-        normalize=generic.output_coefficients,
+        normalize=reference.output_coefficients,
         begin_backward=kernels.begin_backward,
-        finish_backward=lambda g, summed, *_: (generic.gradient_coefficients(g, summed), None),
+        finish_backward=lambda g, summed, *_: (reference.gradient_coefficients(g, summed), None),
     )
 
 
 def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
     # The operator will refuse integers.
-    dtype = generic.arithmetic_dtype(torch, x.dtype) if x.dtype.is_floating_point else None
+    dtype = reference.arithmetic_dtype(torch, x.dtype) if x.dtype.is_floating_point else None
     return [torch.empty_like(mean, dtype=dtype) for _ in range(count)]
 
 
@@ -266,19 +266,19 @@ class _Passes:
         summed = i._replace(residual=None)  # the operator would need the residual in memory
         sharing = i.x.shape[1], id(communicator), weighting, needs_gradient
         numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
-        return generic.finish(i, numbers[:3]), BatchStatistics(*numbers[3:])
+        return reference.finish(i, numbers[:3]), BatchStatistics(*numbers[3:])
 
     @staticmethod
     def backward(g: Gradient, communicator: Communicator) -> tuple[Tensor | None, ...]:
         if g.y is not None:
-            dy = generic.rectified(g.dy, g.y)
+            dy = reference.rectified(g.dy, g.y)
             g = g._replace(dy=dy, input=g.input._replace(relu=False), y=None)
         i = g.input
         _compare_again()
         dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
             g.dy, *_spread(i), *g.batch, g.needs_dx, id(communicator)
         )
-        dx = generic.finish_gradient(g, coefficients) if g.needs_dx else None
+        dx = reference.finish_gradient(g, coefficients) if g.needs_dx else None
         dparameters = None if i.weight is None else dweight, None if i.bias is None else dbias
         return dx, None, *dparameters
 
@@ -321,4 +321,4 @@ def _nodes() -> Any:
     "Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, Tensor local_count) -> ()"
 )
 def _move(*arguments: Any) -> None:
-    generic.move(Running(*arguments[:5]), *arguments[5:])
+    reference.move(Running(*arguments[:5]), *arguments[5:])

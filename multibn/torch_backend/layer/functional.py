@@ -16,7 +16,7 @@ from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
-from multibn.kernels import Running, generic
+from multibn.kernels import Running, reference
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import autograd, dtensors
 
@@ -225,8 +225,8 @@ def normalize_by_running(
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
     i = Input(x, weight, bias, eps, axis)
     check_options(i)
-    mean, var = map(generic.as_wide, (running_mean, running_var))
-    y: Tensor = generic.normalize(i, BatchStatistics(mean, var, mean, mean))
+    mean, var = map(reference.as_wide, (running_mean, running_var))
+    y: Tensor = reference.normalize(i, BatchStatistics(mean, var, mean, mean))
     return y
 
 

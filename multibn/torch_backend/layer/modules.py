@@ -11,7 +11,7 @@ from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
-from multibn.kernels import generic
+from multibn.kernels import reference
 from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.micro_batches import step_statistics
 from multibn.torch_backend.layer.synchronized import (
@@ -196,10 +196,10 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         functional.check_input(input, self.num_features)
         if residual is not None:
             functional.check_options(self._as_input(input, residual))
-        x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
+        x = reference.masked(input, where)  # the gradients of weight and bias would be NaN
         y = functional.normalize_by_running(x, self.weight, self.bias, mean, var, eps=self.eps)
         y = y if residual is None else y + residual
-        return generic.masked(y.relu() if self.fuse_relu else y, where)
+        return reference.masked(y.relu() if self.fuse_relu else y, where)
 
     def by_parts(self, i: Input, num_channels: int, momentum: float | None = None) -> Tensor:
         """Each part of a batch by its own statistics, see `convert_sub_batchnorm`.

@@ -17,7 +17,7 @@ from multibn.communicators import Communicator, CommunicatorLike, as_communicato
 from multibn.communicators.handshake import meet
 from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
-from multibn.kernels.generic import as_wide
+from multibn.kernels.reference import as_wide
 from multibn.torch_backend.layer import dtensors
 from multibn.torch_backend.layer.synchronized import Synchronized
 
