@@ -3,7 +3,7 @@
 A kernels file has the four verbs of a pass, two halves each way with the message between:
 `begin_forward` and `finish_forward`, `begin_backward` and `finish_backward`; and `normalize`, the
 pass by known statistics. `arguments` has the verbs' arguments. `reference` says what each verb
-computes, and works for every library of the array API standard. `host` (NumPy arrays and torch
+computes, and works for every library of the array API standard. `cpu` (NumPy arrays and torch
 tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute
 the same faster, if their compiler is installed and they know all fields of the arguments, and pass
 all else on to `reference`. A file's `finish_backward` takes as its last argument the value that the
@@ -32,14 +32,14 @@ from multibn.kernels.arguments import Running as Running
 def select(x: Array, /) -> Any:
     """The kernels file for arrays like `x`."""
     if type(x) is np.ndarray:
-        return _native("host")
+        return _native("cpu")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
             return reference
         if x.requires_grad and torch.is_grad_enabled():
             return reference  # autograd differentiates torch's own operations only
-        return _native("host") if x.is_cpu else _native("cuda") if x.is_cuda else reference
+        return _native("cpu") if x.is_cpu else _native("cuda") if x.is_cuda else reference
     return _native("cupy") if is_cupy_array(x) else reference
 
 
@@ -62,7 +62,7 @@ def _native(name: str) -> Any:
     try:
         file = importlib.import_module(f"multibn.kernels.{name}")
     except ImportError as error:
-        if name == "host":
+        if name == "cpu":
             warnings.warn(
                 "layers in host memory are about three times slower: the C core is missing "
                 f"({error}). Install a C compiler and Python's headers, then install multibn "

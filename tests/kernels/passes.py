@@ -58,10 +58,10 @@ if INTERPRETED == "1":
     _patch_the_interpreter_once()
 
 
-@pytest.fixture(params=["reference", "host"] if INTERPRETED is None else ["cuda"])
+@pytest.fixture(params=["reference", "cpu"] if INTERPRETED is None else ["cuda"])
 def kernels(request: pytest.FixtureRequest) -> Any:
     """Each kernels file that can be used."""
-    if request.param == "host":
+    if request.param == "cpu":
         require.need("core")
     return importlib.import_module(f"multibn.kernels.{request.param}")
 

@@ -14,7 +14,7 @@ require.need("core")
 
 from multibn import kernels  # noqa: E402
 from multibn.engine import step  # noqa: E402
-from multibn.kernels import BatchStatistics, Gradient, Input, Running, host, reference  # noqa: E402
+from multibn.kernels import BatchStatistics, Gradient, Input, Running, cpu, reference  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
 
 RECORDS: list[Any] = [Input, Gradient, BatchStatistics, Running]
@@ -34,11 +34,11 @@ def test_the_reference_reads_each_field(record: Any) -> None:
 def test_a_file_that_does_not_know_a_field_is_left_to_generic(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {k: [n for n in names if n != missing] for k, names in host.FIELDS.items()}
-    monkeypatch.setattr(host, "FIELDS", known)
+    known = {k: [n for n in names if n != missing] for k, names in cpu.FIELDS.items()}
+    monkeypatch.setattr(cpu, "FIELDS", known)
     monkeypatch.delenv("MULTIBN_KERNELS", raising=False)
-    chosen = kernels._native.__wrapped__("host")
-    assert chosen is (reference if missing else host), "a field must not be forgotten in silence"
+    chosen = kernels._native.__wrapped__("cpu")
+    assert chosen is (reference if missing else cpu), "a field must not be forgotten in silence"
 
 
 @pytest.mark.parametrize("asked", ["", "reference"])
@@ -47,11 +47,11 @@ def test_a_missing_core_is_told_unless_the_slow_way_was_asked_for(
 ) -> None:
     monkeypatch.setitem(sys.modules, "multibn.kernels.core._core", None)
     monkeypatch.delattr("multibn.kernels.core._core")
-    monkeypatch.delitem(sys.modules, "multibn.kernels.host")
+    monkeypatch.delitem(sys.modules, "multibn.kernels.cpu")
     monkeypatch.setenv("MULTIBN_KERNELS", asked)
     message = r"three times slower: the C core is missing \(.*_core.*\)\. Install a C compiler"
     with contextlib.nullcontext() if asked else pytest.warns(RuntimeWarning, match=message):
-        assert kernels._native.__wrapped__("host") is reference
+        assert kernels._native.__wrapped__("cpu") is reference
 
 
 def test_the_core_says_which_arguments_were_wrong() -> None:
@@ -59,7 +59,7 @@ def test_the_core_says_which_arguments_were_wrong() -> None:
         _core.begin_forward(1)
 
 
-@pytest.mark.parametrize("file", [host, reference])
+@pytest.mark.parametrize("file", [cpu, reference])
 def test_what_is_needed_and_missing_is_an_error_in_python(file: Any) -> None:
     x = np.ones((6, 2))
     i = Input(x, None, None, 1e-5, (0,))

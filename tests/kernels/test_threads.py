@@ -13,7 +13,7 @@ from tests.helpers import launch, require
 
 require.need("core")
 
-from multibn.kernels import host  # noqa: E402
+from multibn.kernels import cpu  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
 from tests.kernels.passes import (  # noqa: E402
     NARROW,
@@ -43,7 +43,7 @@ def test_without_torch_the_environment_says_how_many(
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert host.num_threads() == n
+    assert cpu.num_threads() == n
 
 
 # The first is large enough to leave past the caches, and a thread's third of it is not.
@@ -57,8 +57,8 @@ def test_any_number_of_threads_gives_the_same_bits(shape: tuple[int, ...], mask:
     found = []
     for n in (1, 2, 3):
         with threads(n):
-            assert host.num_threads() == n
-            found.append(passes(host, i, dy))
+            assert cpu.num_threads() == n
+            found.append(passes(cpu, i, dy))
     for other in found[1:]:
         assert_same_bits(other, found[0])
 
@@ -70,7 +70,7 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...]) -> None:
     inputs = [(i._replace(x=data(shape, seed=n)), dy) for n, (i, dy) in enumerate(inputs)]
 
     def run(n: int) -> Any:
-        return passes(host, *inputs[n % len(inputs)])
+        return passes(cpu, *inputs[n % len(inputs)])
 
     right = [run(n) for n in range(len(inputs))]
     with threads(2), ThreadPoolExecutor(len(inputs)) as pool:
@@ -81,10 +81,10 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...]) -> None:
 def test_the_core_computes_in_a_process_without_torch() -> None:
     code = """
 import sys, numpy as np
-from multibn.kernels import Input, reference, host
+from multibn.kernels import Input, reference, cpu
 reference.begin_forward = None
 x = np.ones((3, 2))
-print(host.begin_forward(Input(x, None, None, 0.0, (0,)), 1.0, 3.0)[0], "torch" in sys.modules)
+print(cpu.begin_forward(Input(x, None, None, 0.0, (0,)), 1.0, 3.0)[0], "torch" in sys.modules)
 """
     assert launch.printed("-c", code) == "1.0 False\n"
 
@@ -137,7 +137,7 @@ def test_all_instructions_give_the_same_numbers(
     """Only the order of sums may differ."""
     i, dy = layer(shape, dtype, relu=True, residual=True, mask=mask_of(mask, shape))
     about = statistics(i), np.linspace(-1, 1, 2 * shape[1])
-    found = [(check(host, i, dy), passes(host, i, dy, *about)) for _ in levels()]
+    found = [(check(cpu, i, dy), passes(cpu, i, dy, *about)) for _ in levels()]
     with pytest.raises(ValueError, match=f"`level` must be below {len(_core.levels)}"):
         _core.use_level(len(_core.levels))
     for _, other in found[1:]:
@@ -173,7 +173,7 @@ def test_a_large_result_is_that_of_its_samples(
     def results(samples: Any, of: Any) -> list[Any]:
         x, dy_, residual = (of(a.to(**order)[samples]) for a in (i.x, dy, i.residual))
         there = i._replace(x=x, weight=of(i.weight), bias=of(i.bias), residual=residual)
-        found = passes(host, there, dy_, type(batch)(*map(of, batch)), of(sums))
+        found = passes(cpu, there, dy_, type(batch)(*map(of, batch)), of(sums))
         return [np.asarray(found[name]) for name in NARROW]
 
     parts = [results(slice(n, n + 1), as_torch) for n in range(shape[0])]
