@@ -16,11 +16,11 @@ from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Gradient, Input
+from multibn.engine.step import Gradient, NormArgs
 from multibn.kernels import reference
 
 
-def normalize(i: Input, communicator: Communicator, /, *, weighting: Weighting) -> Variable:
+def normalize(i: NormArgs, communicator: Communicator, /, *, weighting: Weighting) -> Variable:
     """`i.x` normalized by the whole batch; moves `i.running` in place.
 
     Collective, as its backward pass.
@@ -98,7 +98,7 @@ class BatchNormalization(FunctionNode):
     batch: BatchStatistics
     needed = True  # whether a backward pass may follow
 
-    def __init__(self, i: Input, communicator: Communicator, weighting: Weighting) -> None:
+    def __init__(self, i: NormArgs, communicator: Communicator, weighting: Weighting) -> None:
         super().__init__()
         self.communicator, self._weighting = communicator, weighting
         # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
@@ -129,7 +129,7 @@ class BatchNormalization(FunctionNode):
         self.input = self.input._replace(running=None)
         return (y,)
 
-    def _filled(self, inputs: Sequence[Any]) -> Input:
+    def _filled(self, inputs: Sequence[Any]) -> NormArgs:
         """The arguments of the pass, with the node's inputs, or those retained, in their places."""
         return self.input._replace(**dict(zip(self.names, inputs, strict=False)))
 
@@ -156,7 +156,7 @@ class BatchNormalization(FunctionNode):
         gradients = [v for v in (dx, *parameters, dresidual) if v is not None]
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
-    def _differentiable_gradients(self, i: Input, dy: Variable) -> list[Variable]:
+    def _differentiable_gradients(self, i: NormArgs, dy: Variable) -> list[Variable]:
         """Gradients of x and the parameters, by functions that Chainer can differentiate.
 
         For second derivatives: the analytic pass needs less time and memory. The ranks share sums;

@@ -23,7 +23,7 @@ from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import step
 from multibn.engine.population import Pool
-from multibn.engine.step import Input
+from multibn.engine.step import NormArgs
 from multibn.kernels import Running
 from multibn.options import NormOptions
 
@@ -253,10 +253,10 @@ class MultiNodeBatchNormalization(chainer.Link):
         options = {"residual": residual, "mask": mask, "lengths": lengths}
         channels = self.avg_mean.shape
         axis, mask = functions.check_input(x, channels, self.axis, communicator, **options)
-        i = Input(x, self.gamma, self.beta, self.eps, axis, self.fuse_relu, mask, residual)
+        i = NormArgs(x, self.gamma, self.beta, self.eps, axis, self.fuse_relu, mask, residual)
         return self._train(i, finetune) if chainer.config.train else self._evaluate(i)
 
-    def _train(self, i: Input, finetune: bool) -> chainer.Variable:
+    def _train(self, i: NormArgs, finetune: bool) -> chainer.Variable:
         momentum = None if finetune else 1.0 - self.decay
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention
@@ -272,7 +272,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             self.count(running)
         return y
 
-    def _evaluate(self, i: Input) -> chainer.Variable:
+    def _evaluate(self, i: NormArgs) -> chainer.Variable:
         mean, var = self.avg_mean, self.avg_var
         gamma = self.xp.ones_like(mean) if self.gamma is None else self.gamma
         beta = self.xp.zeros_like(mean) if self.beta is None else self.beta

@@ -10,7 +10,7 @@ from array_api_compat import is_array_api_obj, is_torch_array, to_device
 
 from multibn._arrays import array_namespace, device, is_abstract, is_on_host
 from multibn._typing import Array, Weighting, check_choice
-from multibn.kernels import Input, reference
+from multibn.kernels import NormArgs, reference
 
 
 def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
@@ -72,7 +72,9 @@ WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
 _MASKED_OUT = 2.0**-1000
 
 
-def weigh(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
+def weigh(
+    i: NormArgs, count: float, weighting: Weighting, /
+) -> tuple[float | Array, float | Array]:
     """The weight of this rank, and its elements per channel, which are `count` without a mask.
 
     Numbers, or arrays of a mask on a GPU. A sample without an element that counts is no sample.

@@ -8,7 +8,7 @@ from multibn.communicators.nonfinite import layer_of
 from multibn.engine import masks
 from multibn.engine.recompute import Taping
 from multibn.engine.statistics import BatchStatistics, sizes
-from multibn.kernels import Input, reference
+from multibn.kernels import NormArgs, reference
 
 
 class LayerStatistics(NamedTuple):
@@ -57,7 +57,7 @@ class observing(Taping):  # noqa: N801
     ('SyncBatchNorm', tensor([1.], dtype=torch.float64), 2.0)
     """
 
-    def keep(self, batch: BatchStatistics, i: Input | None, communicator: Any) -> None:
+    def keep(self, batch: BatchStatistics, i: NormArgs | None, communicator: Any) -> None:
         if i is None:
             return
         layer = layer_of(communicator)

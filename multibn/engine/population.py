@@ -15,7 +15,7 @@ from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.engine import masks
 from multibn.engine.statistics import BatchStatistics, Moments, sizes, total
-from multibn.kernels import Input, reference
+from multibn.kernels import NormArgs, reference
 
 
 def running_variance(
@@ -104,7 +104,7 @@ class PopulationEstimator:
 
     def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
         """The share of one batch: an activation, with moments over `axis`, and its mask."""
-        i = Input(x, None, None, 0.0, axis, mask=mask)
+        i = NormArgs(x, None, None, 0.0, axis, mask=mask)
         _, count = masks.weigh(i, sizes(x.shape, axis)[1], "element")
         return kernels.select(x).begin_forward(i, count, count)
 

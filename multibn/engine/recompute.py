@@ -13,7 +13,7 @@ import threading
 from typing import Any, TypeAlias
 
 from multibn.engine.statistics import BatchStatistics
-from multibn.kernels import Input
+from multibn.kernels import NormArgs
 
 # The batch statistics of one forward pass, in the order of its layers.
 Tape: TypeAlias = list[BatchStatistics]
@@ -32,7 +32,7 @@ class Taping:
     def __exit__(self, *exception: object) -> None:
         state.stack.remove(self)
 
-    def keep(self, batch: BatchStatistics, i: Input | None, communicator: Any) -> None:
+    def keep(self, batch: BatchStatistics, i: NormArgs | None, communicator: Any) -> None:
         """Put the statistics of an input on the tape."""
         self.tape.append(batch)
 
@@ -130,7 +130,7 @@ def replayed(channels: tuple[int, ...]) -> BatchStatistics | None:
     return None
 
 
-def record(batch: BatchStatistics, i: Input | None = None, communicator: Any = None) -> None:
+def record(batch: BatchStatistics, i: NormArgs | None = None, communicator: Any = None) -> None:
     """Put statistics on all tapes that record inside of the innermost replay, if any.
 
     Without an input they are of a pass that runs again.

@@ -30,10 +30,10 @@ from multibn.communicators import Communicator, layer_communicator, nonfinite
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
-from multibn.kernels import Input, reference
-from multibn.kernels.arguments import NOT_FINITE, REFUSED
+from multibn.kernels import NormArgs, reference
 from multibn.kernels.layout import channels as channels
 from multibn.kernels.layout import sizes as sizes
+from multibn.kernels.spec import NOT_FINITE, REFUSED
 
 
 class Moments(NamedTuple):
@@ -104,7 +104,7 @@ def local_moments(
     if mask is not None and (form != expected or kind != xp.bool):
         raise ValueError(f"`mask` must have shape {expected} and dtype bool: got {form}, {kind}.")
     shape, count, *_ = sizes(x.shape, axis)
-    i = Input(x, None, None, 0.0, axis, mask=mask)
+    i = NormArgs(x, None, None, 0.0, axis, mask=mask)
     _, count = masks.weigh(i, count, "element")
     payload = kernels.select(x).begin_forward(i, 1.0, count)
     mean, meansqr = reference.split_sums(payload, shape)
@@ -162,7 +162,7 @@ def total(
     """The statistics of all ranks' payloads, see `multibn.wire`. Collective."""
     summed, xp = communicator.allreduce(payload), array_namespace(payload)
     sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # the kernels normalize, too
-    i = Input(sample, None, None, 1.0, (0,))
+    i = NormArgs(sample, None, None, 1.0, (0,))
     _, batch, state = kernels.select(payload).finish_forward(i, summed, weight, count)
     if state in (REFUSED, NOT_FINITE):
         raise_for(state, communicator, summed, summed)

@@ -17,15 +17,15 @@ from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
 from multibn.kernels import BatchStatistics, Running, reference
 from multibn.kernels import Gradient as Gradient
-from multibn.kernels import Input as Input
-from multibn.kernels.arguments import LOST, RIGHT
+from multibn.kernels import NormArgs as NormArgs
+from multibn.kernels.spec import CANCELLED, OK
 
 # Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
 
 
 def forward(
-    i: Input,
+    i: NormArgs,
     communicator: Communicator,
     /,
     *,
@@ -58,7 +58,7 @@ def forward(
 
 
 def share(
-    i: Input,
+    i: NormArgs,
     communicator: Communicator,
     /,
     *,
@@ -77,7 +77,9 @@ def share(
     pool = i.running if type(i.running) is Pool else None
     moving = i if pool is None else i._replace(running=None)
     y, batch, state = verbs.finish_forward(moving, summed, weight, count)
-    if state == LOST:  # on all ranks, from the same sums: a message more, of moments about the mean
+    if (
+        state == CANCELLED
+    ):  # on all ranks, from the same sums: a message more, of moments about the mean
         options: Any = {"weighting": weighting, "verbs": verbs, "phase": "about the mean"}
         about, centre = reference.about(i, batch.mean)
         _, near = share(about, communicator, **options)
@@ -85,7 +87,7 @@ def share(
         if i.running is not None:
             move(i.running, batch, count)
         return verbs.normalize(i, batch), batch
-    if state != RIGHT:
+    if state != OK:
         statistics.raise_for(state, during, summed, i.x)
         batch = reference.skipped(batch)
         y = verbs.normalize(i, batch)

@@ -19,14 +19,14 @@ import numpy as np
 
 from multibn._typing import Array
 from multibn.kernels import reference
-from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 from multibn.kernels.core import _core
 from multibn.kernels.layout import channels, sizes
 from multibn.kernels.reference import move
+from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
 from multibn.wire import NO_MARK
 
 FIELDS: dict[Any, list[str]] = dict(
-    zip((Input, Gradient, BatchStatistics, Running), map(str.split, _core.fields), strict=True)
+    zip((NormArgs, Gradient, BatchStatistics, Running), map(str.split, _core.fields), strict=True)
 )
 
 
@@ -88,7 +88,12 @@ def _templates(numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> l
 
 
 def begin_forward(
-    i: Input, rank_weight: float, count: float, mark: float = NO_MARK, *, out: Array | None = None
+    i: NormArgs,
+    rank_weight: float,
+    count: float,
+    mark: float = NO_MARK,
+    *,
+    out: Array | None = None,
 ) -> Array:
     """As `reference.begin_forward`."""
     payload = _library(type(i.x)).numbers(sizes(i.x.shape, i.axis)[2]) if out is None else out
@@ -100,7 +105,7 @@ def begin_forward(
 
 
 def finish_forward(
-    i: Input, summed: Array, rank_weight: float, count: float
+    i: NormArgs, summed: Array, rank_weight: float, count: float
 ) -> tuple[Array, BatchStatistics, int]:
     """As `reference.finish_forward`."""
     library, message = _library(type(i.x)), (summed, rank_weight, count)
@@ -116,7 +121,7 @@ def finish_forward(
     running = i.running
     if taken.running is not None:
         library.changed(running.mean, running.var, running.num_batches)
-    elif running is not None and state == RIGHT:
+    elif running is not None and state == OK:
         move(running, *batch[:3], count)
     return y, batch, state
 
@@ -149,7 +154,7 @@ def finish_backward(
     return reference.finish_backward(g, summed) if done is None else (dx, dresidual)
 
 
-def normalize(i: Input, batch: BatchStatistics) -> Array:
+def normalize(i: NormArgs, batch: BatchStatistics) -> Array:
     """As `reference.normalize`."""
     y = _library(type(i.x)).empty_like(i.x)
     done = _core.normalize(i, batch, y)

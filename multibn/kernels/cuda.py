@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from multibn.kernels import reference
-from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 from multibn.kernels.layout import channels, sizes_in_memory
+from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
 from multibn.wire import NO_MARK, Message, backward_payload, forward_payload
@@ -30,7 +30,7 @@ if torch.cuda.is_available():
     require_launcher()
 
 FIELDS: dict[Any, tuple[str, ...]] = {
-    Input: ("x", "weight", "bias", "eps", "axis", "residual", "relu", "running", "mask"),
+    NormArgs: ("x", "weight", "bias", "eps", "axis", "residual", "relu", "running", "mask"),
     Gradient: ("dy", "input", "batch", "y", "needs_dx"),
     Running: ("mean", "var", "momentum", "convention", "num_batches"),
 }
@@ -59,7 +59,13 @@ _increment_version = torch._C._increment_version  # autograd then notices that t
 
 
 def begin_forward(
-    i: Input, rank_weight: Any, count: Any, mark: float = NO_MARK, /, *, out: Message | None = None
+    i: NormArgs,
+    rank_weight: Any,
+    count: Any,
+    mark: float = NO_MARK,
+    /,
+    *,
+    out: Message | None = None,
 ) -> Any:
     """As `reference.begin_forward`; two launches."""
     x, plan = i.x, _plan(i)
@@ -78,7 +84,7 @@ def begin_forward(
 
 
 def finish_forward(
-    i: Input, summed: Tensor, rank_weight: Any, count: Any, /
+    i: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
 ) -> tuple[Tensor, BatchStatistics, int]:
     """As `reference.finish_forward`; two launches, four for a cumulative average."""
     plan, weight, bias, running = _plan(i), i.weight, i.bias, i.running
@@ -90,8 +96,8 @@ def finish_forward(
     ):
         return reference.finish_forward(i, summed, rank_weight, count)
     is_many = isinstance(count, float) and count > 1.0
-    state = RIGHT if summed.is_cuda and is_many else reference.state(summed, count)
-    moved = running if state == RIGHT else None
+    state = OK if summed.is_cuda and is_many else reference.state(summed, count)
+    moved = running if state == OK else None
     shape, C, new = plan.shape, plan.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
     coefficients = new((5, C), dtype=plan.dtype)
@@ -153,7 +159,7 @@ def finish_backward(
     return dx, dresidual
 
 
-def normalize(i: Input, batch: BatchStatistics, /) -> Tensor:
+def normalize(i: NormArgs, batch: BatchStatistics, /) -> Tensor:
     """As `reference.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
     plan, about = _plan(i), (batch.mean, batch.var)
     parameters = i.weight, i.bias
@@ -163,7 +169,7 @@ def normalize(i: Input, batch: BatchStatistics, /) -> Tensor:
     return _normalize(plan, i, coefficients)
 
 
-def _normalize(plan: "_Plan", i: Input, coefficients: Tensor) -> Tensor:
+def _normalize(plan: "_Plan", i: NormArgs, coefficients: Tensor) -> Tensor:
     x, residual = i.x, i.residual
     programs, sizes, _, constants, known = plan.elementwise[i.relu]
     y = torch.empty_like(x)
@@ -302,7 +308,7 @@ class _Plan(NamedTuple):
     elementwise: tuple[_Tiling, _Tiling]  # without and with a ReLU
 
 
-def _plan(i: Input) -> "_Plan | None":
+def _plan(i: NormArgs) -> "_Plan | None":
     """The plan of a pass; None if the kernels cannot take the pass."""
     x = i.x
     if i.residual is not None and i.residual.dtype != x.dtype:

@@ -32,23 +32,23 @@ from multibn._arrays import (
     values,
 )
 from multibn._typing import Array, RunningVar, check_choice
-from multibn.kernels.arguments import (
+from multibn.kernels.layout import channels
+from multibn.kernels.spec import (
+    CANCELLED,
     LEAST_SHARES,
-    LOST,
     NOT_FINITE,
+    OK,
     ONE_VALUE,
     REFUSED,
-    RIGHT,
     BatchStatistics,
     Gradient,
-    Input,
+    NormArgs,
     Running,
 )
-from multibn.kernels.layout import channels
 
 
 def begin_forward(
-    i: Input,
+    i: NormArgs,
     rank_weight: float | Array,
     count: float | Array,
     mark: float = wire.NO_MARK,
@@ -68,22 +68,22 @@ def begin_forward(
 
 
 def finish_forward(
-    i: Input, summed: Array, rank_weight: float | Array, count: float | Array, /
+    i: NormArgs, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[Array, BatchStatistics, int]:
     """Normalize by the sum of all ranks' payloads, and move the running statistics.
 
-    Returns the output, the statistics of the whole batch, and `RIGHT`, or what is wrong with the
+    Returns the output, the statistics of the whole batch, and `OK`, or what is wrong with the
     message: the running statistics then stay as they are, and the output may be anything. `summed`
     is on the device of `x` or in host memory, and is not kept: the memory may be the line's.
     """
     batch, state = _unpack(i, summed, rank_weight, count)
     y = normalize(i, batch)
-    if i.running is not None and state == RIGHT:
+    if i.running is not None and state == OK:
         move(i.running, *batch[:3], count)
     return y, batch, state
 
 
-def normalize(i: Input, batch: BatchStatistics, /) -> Array:
+def normalize(i: NormArgs, batch: BatchStatistics, /) -> Array:
     """The output by known statistics, in the dtype of `x`. No running statistics are moved."""
     return finish(i, output_coefficients(i, batch))
 
@@ -123,7 +123,7 @@ def residual_gradient(g: Gradient, /) -> Array:
     return masked(g.dy, g.input.mask) if g.y is None else rectified(g.dy, g.y)
 
 
-def output_coefficients(i: Input, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
+def output_coefficients(i: NormArgs, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
     """Per channel `centre`, `scale` and `shift`; the output is `(x - centre) * scale + shift`.
 
     The output is `(x - mean) / sqrt(var + eps) * weight + bias`.
@@ -134,7 +134,7 @@ def output_coefficients(i: Input, batch: BatchStatistics, /) -> tuple[Array, Arr
     return _narrow(i.x, centre, scale, shift if i.bias is None else as_wide(i.bias) + shift)
 
 
-def finish(i: Input, coefficients: Sequence[Array], /) -> Array:
+def finish(i: NormArgs, coefficients: Sequence[Array], /) -> Array:
     """The output by `output_coefficients`, after the residual and the ReLU."""
     x = masked(i.x, i.mask)
     xp = array_namespace(x)
@@ -175,7 +175,7 @@ def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
     return masked(xp.astype(dx, x.dtype, copy=False), g.input.mask)
 
 
-def about(i: Input, mean: Array, /) -> tuple[Input, Array]:
+def about(i: NormArgs, mean: Array, /) -> tuple[NormArgs, Array]:
     """The input less a mean, for its moments only; and the mean as it was taken away, wide."""
     xp, (centre,) = array_namespace(i.x), _narrow(i.x, mean)
     x = xp.astype(i.x, centre.dtype, copy=False) - per_channel(centre, i.x, i.axis)
@@ -216,7 +216,7 @@ def pack(
 
 
 def _unpack(
-    i: Input, summed: Array, rank_weight: float | Array, count: float | Array, /
+    i: NormArgs, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[BatchStatistics, int]:
     """The statistics in the sum of all ranks' payloads, and the state of the message."""
     summed, shape = _like(summed, i.x), channels(i.x.shape, i.axis)
@@ -233,9 +233,9 @@ def _unpack(
     divisor = xp.where(total_weight == 0.0, xp.ones_like(total_weight), total_weight)
     mean = summed[:C] / divisor
     var = xp.clip(meansqr / divisor - mean * mean, 0.0, None)
-    if found == RIGHT and _is_readable(var):
+    if found == OK and _is_readable(var):
         least = LEAST_SHARES[i.x.dtype != array_namespace(i.x).float64]
-        found = LOST if bool(xp.any(values(mean * mean * least > var + i.eps))) else RIGHT
+        found = CANCELLED if bool(xp.any(values(mean * mean * least > var + i.eps))) else OK
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
     if not is_on_host(summed) and not is_abstract(summed):  # where nobody looks at the state
@@ -255,9 +255,9 @@ def skipped(batch: BatchStatistics, gap: float | Array = math.nan, /) -> BatchSt
 
 
 def state(summed: Array, count: float | Array, /) -> int:
-    """The fault of the sum of all ranks' payloads, or `RIGHT`; `count` as in `finish_forward`."""
+    """The fault of the sum of all ranks' payloads, or `OK`; `count` as in `finish_forward`."""
     if is_abstract(summed):
-        return RIGHT
+        return OK
     xp = array_namespace(summed)
     total = xp.reshape(values(summed[-1]), (-1,))[0]
     if _is_readable(summed):
@@ -267,7 +267,7 @@ def state(summed: Array, count: float | Array, /) -> int:
             return NOT_FINITE
     # Every rank has at most one value if all have one together: only then is the count read. A
     # count of a mask on a GPU is never read.
-    return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else RIGHT
+    return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else OK
 
 
 def _is_finite(summed: Array) -> Array:

@@ -21,7 +21,7 @@ LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks
 
 
 def batch(rank: int, padding: float = np.nan) -> tuple[Any, Any, Any]:
-    """Input, lengths and mask of a rank."""
+    """NormArgs, lengths and mask of a rank."""
     rng = np.random.default_rng(rank)
     lengths = np.asarray(LENGTHS[rank])
     mask = np.arange(STEPS) < lengths[:, None]

@@ -23,7 +23,7 @@ checkpoint communicators.watchdog
 communicators.channel
 communicators.handshake communicators.nonfinite communicators.transports
 communicators.resolve communicators.layer_communicator
-communicators kernels.arguments kernels.layout kernels.core
+communicators kernels.spec kernels.layout kernels.core
 kernels.triton.steps
 kernels.reference kernels.triton
 kernels

@@ -8,7 +8,7 @@ import pytest
 
 from multibn import SingleProcess, kernels
 from multibn.engine import step
-from multibn.engine.step import Input
+from multibn.engine.step import NormArgs
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 from tests.helpers.spread import spread
@@ -21,7 +21,7 @@ def moments(x: Any, communicator: Any, **options: Any) -> tuple[Any, Any, int]:
     """Output and statistics of a step, and the number of messages."""
     counting = CountingCommunicator(communicator)
     mask = options.pop("mask", None)
-    i = Input(x, None, None, 1e-12, (0, 2), mask=mask)
+    i = NormArgs(x, None, None, 1e-12, (0, 2), mask=mask)
     y, batch = step.forward(i, counting, weighting=options.get("weighting", "element"))
     return y, batch, len(counting.messages)
 

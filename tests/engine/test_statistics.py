@@ -18,7 +18,7 @@ from multibn.engine.statistics import (
     local_moments,
     refuse,
 )
-from multibn.kernels import Gradient, Input
+from multibn.kernels import Gradient, NormArgs
 from multibn.parity import oracle
 from multibn.parity.oracle import relative_error
 from tests.helpers.launch import ROOT
@@ -66,7 +66,7 @@ def test_forward_and_backward_equal_the_oracle(
         x, dy, w, b = (
             xp.asarray(a) for a in (xs[communicator.rank], dys[communicator.rank], weight, bias)
         )
-        i = Input(x, w, b, EPS, (0, 2))
+        i = NormArgs(x, w, b, EPS, (0, 2))
         y, batch = step.forward(i, counting, weighting=weighting)
         again = aggregate(local_moments(x), counting, weighting=weighting)
         for one, other in zip(batch, again, strict=True):
@@ -125,7 +125,7 @@ def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting
     def batch(communicator: ThreadCommunicator) -> Any:
         x = xp.asarray(xs[communicator.rank])
         everything = xp.ones((x.shape[0], 1, x.shape[2])) > 0  # NumPy 1.24 has no name for booleans
-        inputs = [Input(x, None, None, EPS, (0, 2), mask=m) for m in (None, everything)]
+        inputs = [NormArgs(x, None, None, EPS, (0, 2), mask=m) for m in (None, everything)]
         results = [step.forward(i, communicator, weighting=weighting) for i in inputs]
         return [[as_numpy(a) for a in (y, *batch)] for y, batch in results]
 
@@ -148,7 +148,7 @@ def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
     def both_ways(communicator: ThreadCommunicator) -> Any:
         dx: Any
         x, ones = xp.zeros((0, C, 4)), xp.ones(C)
-        i = Input(x, ones, ones, EPS, (0, 2))
+        i = NormArgs(x, ones, ones, EPS, (0, 2))
         y, batch = step.forward(i, communicator, weighting="element")
         dx, _, *gradients = step.backward(Gradient(x, i, batch), communicator)
         assert y.shape == dx.shape == x.shape
@@ -161,7 +161,7 @@ def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
 @pytest.mark.parametrize("axis", [(0, 1, 2), (0,), (0, 2)])
 def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).normal(size=(4, 3, 2, 5))
-    i = Input(xp.asarray(x), None, None, EPS, axis)
+    i = NormArgs(xp.asarray(x), None, None, EPS, axis)
     y, batch = step.forward(i, SingleProcess(), weighting="element")
     moments = local_moments(i.x, axis=axis)
     np.testing.assert_allclose(as_numpy(moments.mean), as_numpy(batch.mean), rtol=1e-12)
@@ -271,6 +271,6 @@ def test_the_rank_of_squares_that_overflow_is_named(dtype: str, large: float) ->
         x = np.ones((2, C), dtype) * np.array(large if communicator.rank == 1 else 1.0, dtype)
         x[0] *= -1
         with pytest.raises(FloatingPointError, match=r"too large values on rank\(s\) \[1\] of 2"):
-            step.forward(Input(x, None, None, EPS, (0,)), communicator, weighting="element")
+            step.forward(NormArgs(x, None, None, EPS, (0,)), communicator, weighting="element")
 
     run_ranks(2, refused)

@@ -14,10 +14,10 @@ require.need("core")
 
 from multibn import kernels  # noqa: E402
 from multibn.engine import step  # noqa: E402
-from multibn.kernels import BatchStatistics, Gradient, Input, Running, cpu, reference  # noqa: E402
+from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
 
-RECORDS: list[Any] = [Input, Gradient, BatchStatistics, Running]
+RECORDS: list[Any] = [NormArgs, Gradient, BatchStatistics, Running]
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -62,7 +62,7 @@ def test_the_core_says_which_arguments_were_wrong() -> None:
 @pytest.mark.parametrize("file", [cpu, reference])
 def test_what_is_needed_and_missing_is_an_error_in_python(file: Any) -> None:
     x = np.ones((6, 2))
-    i = Input(x, None, None, 1e-5, (0,))
+    i = NormArgs(x, None, None, 1e-5, (0,))
     batch = BatchStatistics(np.zeros(2), np.ones(2), np.array(6.0), np.array(1 / 6))
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute"):
         file.begin_backward(Gradient(None, i, batch))

@@ -247,7 +247,7 @@ def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.Mon
     import torch
 
     from multibn import SingleProcess
-    from multibn.engine.step import Input
+    from multibn.engine.step import NormArgs
     from multibn.torch_backend.layer import autograd
 
     taken: list[Any] = []
@@ -265,7 +265,7 @@ def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.Mon
         (last[:, :, 1:], False), (whole.transpose(1, 2), True),
     ):  # fmt: skip
         taken.clear()
-        i = Input(x, None, None, 1e-5, (0, 2, 3))
+        i = NormArgs(x, None, None, 1e-5, (0, 2, 3))
         y, _ = autograd.forward(i, SingleProcess(), weighting="element")
         assert taken[0].shape == x.shape
         assert (taken[0].stride() == x.stride()) is is_taken

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.kernels import Input, Running
-from multibn.kernels.arguments import NOT_FINITE, ONE_VALUE, REFUSED, RIGHT
+from multibn.kernels import NormArgs, Running
+from multibn.kernels.spec import NOT_FINITE, OK, ONE_VALUE, REFUSED
 from tests.helpers.spread import spread
 from tests.kernels.passes import INTERPRETED, LIBRARIES, as_numpy, exact, libraries, only
 from tests.kernels.passes import kernels as kernels
@@ -22,7 +22,7 @@ def finish(
     kernels: Any, summed: Any, *share: Any, of: Any = LIBRARIES[-1], **options: Any
 ) -> tuple[Any, int]:
     """The statistics in a message, and its state."""
-    i = Input(of(np.zeros((1, (len(summed) - 2) // 2), "f4")), None, None, 1.0, (0,), **options)
+    i = NormArgs(of(np.zeros((1, (len(summed) - 2) // 2), "f4")), None, None, 1.0, (0,), **options)
     return kernels.finish_forward(i, summed, *share)[1:]
 
 
@@ -37,7 +37,7 @@ def test_statistics_are_those_of_the_message(kernels: Any, C: int, count: float,
     memory = of(np.r_[7.0, 3 * weight * first, 3 * weight * second, 3 * weight, 3 * count])
     with only(kernels):
         found, state = finish(kernels, memory[1:], weight, count, of=of)
-    assert state == RIGHT
+    assert state == OK
     if of is as_numpy:
         memory[...] = np.nan
     right = [first, second - first * first] if count else [0 * first] * 2
@@ -78,7 +78,7 @@ def test_a_number_may_be_an_array(kernels: Any, dtype: str, of: Any) -> None:
 @libraries
 def test_a_message_tells_what_is_not_finite_or_refused(kernels: Any, of: Any) -> None:
     good = np.array([4.0, 8.0, 10.0, 20.0, 2.0, 2.0])
-    assert finish(kernels, of(good), 1.0, 1.0, of=of)[1] == RIGHT
+    assert finish(kernels, of(good), 1.0, 1.0, of=of)[1] == OK
     for bad in (np.nan, np.inf, -np.inf):
         summed = good.copy()
         summed[3] = bad

@@ -81,10 +81,10 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...]) -> None:
 def test_the_core_computes_in_a_process_without_torch() -> None:
     code = """
 import sys, numpy as np
-from multibn.kernels import Input, reference, cpu
+from multibn.kernels import NormArgs, reference, cpu
 reference.begin_forward = None
 x = np.ones((3, 2))
-print(cpu.begin_forward(Input(x, None, None, 0.0, (0,)), 1.0, 3.0)[0], "torch" in sys.modules)
+print(cpu.begin_forward(NormArgs(x, None, None, 0.0, (0,)), 1.0, 3.0)[0], "torch" in sys.modules)
 """
     assert launch.printed("-c", code) == "1.0 False\n"
 

@@ -12,7 +12,7 @@ from multibn.communicators import nonfinite
 from multibn.communicators.communicator import Handle
 from multibn.communicators.handshake import look_at_unread
 from multibn.communicators.layer_communicator import LayerPhase
-from multibn.kernels import Input, Running, cuda, reference
+from multibn.kernels import NormArgs, Running, cuda, reference
 from multibn.torch_backend import SyncBatchNorm
 from multibn.wire import LARGEST
 from tests.kernels.passes import DEVICE
@@ -23,7 +23,7 @@ from tests.kernels.triton_passes import wide
 
 def unpack(summed: Any, C: int, **options: Any) -> Any:
     """Mean, variance, count and element weight."""
-    i = Input(torch.zeros(1, C, device=DEVICE), None, None, 1e-5, (0,), **options)
+    i = NormArgs(torch.zeros(1, C, device=DEVICE), None, None, 1e-5, (0,), **options)
     return cuda.finish_forward(i, summed, 2.0, 2.0)[1]
 
 
@@ -141,7 +141,7 @@ def test_sums_of_large_squares_overflow_earlier_than_in_host_memory() -> None:
     """docs/conventions.md: the squares fit into float32, and their sums do not."""
     signs = 1.0 - 2.0 * (torch.arange(2**17, device=DEVICE) % 2)
     for scale, fits in ((1e15, True), (2e18, False)):
-        i = Input(scale * signs[:, None], None, None, 1e-5, (0,))
+        i = NormArgs(scale * signs[:, None], None, None, 1e-5, (0,))
         payload = cuda.begin_forward(i, 1.0, 2.0**17, 2.0**970)
         assert bool(payload[1] < LARGEST) == fits
 

@@ -3,7 +3,7 @@
 #include "_locate.h"
 
 /* The fields that the core reads, or knows to have no part in what the core computes. */
-#define INPUT_FIELDS(F)                                                                                       \
+#define ARGS_FIELDS(F)                                                                                       \
     F(Input, x) F(Input, weight) F(Input, bias) F(Input, eps) F(Input, axis) F(Input, residual)        \
     F(Input, relu) F(Input, running) F(Input, mask)
 #define GRADIENT_FIELDS(F) F(Gradient, dy) F(Gradient, input) F(Gradient, batch) F(Gradient, y) F(Gradient, needs_dx)
@@ -13,8 +13,8 @@
 
 #define PLACE(record, name) record##_##name,
 #define NAME(record, name) " " #name
-enum { INPUT_FIELDS(PLACE) GRADIENT_FIELDS(PLACE) BATCH_FIELDS(PLACE) RUNNING_FIELDS(PLACE) NUM_FIELDS };
-static const char *const FIELDS[] = {INPUT_FIELDS(NAME), GRADIENT_FIELDS(NAME), BATCH_FIELDS(NAME), RUNNING_FIELDS(NAME)};
+enum { ARGS_FIELDS(PLACE) GRADIENT_FIELDS(PLACE) BATCH_FIELDS(PLACE) RUNNING_FIELDS(PLACE) NUM_FIELDS };
+static const char *const FIELDS[] = {ARGS_FIELDS(NAME), GRADIENT_FIELDS(NAME), BATCH_FIELDS(NAME), RUNNING_FIELDS(NAME)};
 #undef NAME
 
 static Py_ssize_t places[NUM_FIELDS]; /* of the fields in their named tuples */

@@ -151,11 +151,11 @@ static int finish_forward(Call *a, double *memory)
     const Statistics *s = &a->statistics;
     const int state = unpack(a->message, s->mean, s->var, a->total, a->element_weight, a->pass.C, a->weight, a->count,
                              a->dtype == 1 ? 0x1p-13 : 0x1p-27, s->eps);
-    if (state != RIGHT)
+    if (state != OK)
         return state;
     if (a->running.mean.at)
         move(&a->running, s->mean, s->var, a->pass.C, *a->total, a->count, memory);
-    return normalize(a, memory); /* 0, which is RIGHT */
+    return normalize(a, memory); /* 0, which is OK */
 }
 
 /* An Input, BatchStatistics, y, the sum of all messages, and as `begin_forward` weight and count. */

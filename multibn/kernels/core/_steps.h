@@ -32,7 +32,7 @@ static void put(const double *restrict numbers, int64_t n, Parameter array)
 }
 
 enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see wire.py */
-enum { RIGHT, REFUSED, NOT_FINITE, ONE_VALUE, LOST }; /* states of a message: see arguments.py */
+enum { OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED }; /* states of a message: see arguments.py */
 
 static const double LARGEST = 0x1p940, LARGEST_SUM = 0x1p960; /* see wire.py */
 
@@ -53,15 +53,15 @@ static int unpack(const double *summed, double *mean, double *var, double *total
                   double *element_weight, int64_t C, double weight, double count, double least, double eps)
 {
     const double total_weight = summed[2 * C + WEIGHT], divisor = total_weight == 0 ? 1 : total_weight;
-    int state = count <= 1 && summed[2 * C + COUNT] == 1 ? ONE_VALUE : RIGHT;
+    int state = count <= 1 && summed[2 * C + COUNT] == 1 ? ONE_VALUE : OK;
     for (int64_t c = 0; c < C; c++) {
         mean[c] = summed[c] / divisor;
         const double difference = summed[C + c] / divisor - mean[c] * mean[c];
         var[c] = difference < 0 ? 0 : difference; /* NaN stays */
         if (!(fabs(summed[C + c]) < LARGEST_SUM))
             state = NOT_FINITE;
-        if (state == RIGHT && mean[c] * mean[c] * least > var[c] + eps)
-            state = LOST;
+        if (state == OK && mean[c] * mean[c] * least > var[c] + eps)
+            state = CANCELLED;
     }
     *total_count = summed[2 * C + COUNT];
     *element_weight = weight / ((count > 1 ? count : 1) * divisor);

@@ -16,7 +16,7 @@ from multibn._typing import (
     overridden,
 )
 from multibn.communicators import CommunicatorLike, as_communicator
-from multibn.engine.step import Input
+from multibn.engine.step import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import compiled, data_parallel, functional
@@ -53,7 +53,7 @@ class BatchNorm(_BatchNorm):
         if self.training or mean is None:
             axis = functional.all_but_channels(input)
             running = running_of(self, "unbiased_global") if self.training else None
-            i = Input(input, self.weight, self.bias, self.eps, axis, mask=mask, running=running)
+            i = NormArgs(input, self.weight, self.bias, self.eps, axis, mask=mask, running=running)
             return compiled.forward(i, self.num_features, ALONE, weighting="element")[0]
         x, parameters = reference.masked(input, mask), (self.weight, self.bias)
         y = functional.normalize_by_running(x, *parameters, mean, var, eps=self.eps)

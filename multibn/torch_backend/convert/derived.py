@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from multibn.communicators import as_communicator
 from multibn.engine.population import Pool
-from multibn.engine.step import Input
+from multibn.engine.step import NormArgs
 from multibn.torch_backend.layer import compiled, dtensors, functional, modules
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 from multibn.torch_backend.layer.synchronized import moves, running_of
@@ -169,7 +169,7 @@ class _Sharing(TorchFunctionMode):
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
         num_channels = [*channels, layer.num_features][0]
         before, counter = self.count_before, layer.num_batches_tracked
-        i = Input(input, weight, bias, eps, axis)
+        i = NormArgs(input, weight, bias, eps, axis)
         if layer._num_splits > 1:
             if before is not None and counter is not None:  # the end of the step will count
                 counter.copy_(before)

@@ -22,7 +22,7 @@ from multibn.communicators import Communicator, layer_communicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, recompute, statistics, step
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Gradient, Input
+from multibn.engine.step import Gradient, NormArgs
 from multibn.kernels import reference
 from multibn.kernels.layout import sizes_in_memory
 
@@ -48,7 +48,7 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
 
 
 def forward(
-    i: Input, communicator: Communicator, *, weighting: Weighting
+    i: NormArgs, communicator: Communicator, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """As `step.forward`, differentiably through the statistics, which have no gradient."""
     needed = i.x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
@@ -66,7 +66,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[Input, Communicator, Weighting, bool, Any], *_: Tensor | None
+        ctx: Any, call: tuple[NormArgs, Communicator, Weighting, bool, Any], *_: Tensor | None
     ) -> tuple[Tensor, BatchStatistics]:
         # torch looks at each argument of this function, so that five are in one.
         i, communicator, weighting, needed, passes = call
@@ -85,7 +85,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         _, *needed = ctx.needs_input_grad
         communicator, weighting, batch, (eps, axis, relu), passes = ctx.call
         # By a test of every option, as `_replace` takes 7 us, no option is forgotten.
-        i = Input(x, weight, bias, eps=eps, axis=axis, relu=relu, mask=mask)
+        i = NormArgs(x, weight, bias, eps=eps, axis=axis, relu=relu, mask=mask)
         g = Gradient(grad_outputs[0], i, batch, y, needed[0])
         with without_autocast(x):
             if _needs_graph(g.dy):
@@ -98,7 +98,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return None, dx, dweight, dbias, dresidual
 
 
-def dense(i: Input) -> Input:
+def dense(i: NormArgs) -> NormArgs:
     """The input with `x` copied where a GPU's kernels do not take such a layout.
 
     Array operations, which take any, are a hundred launches.
@@ -158,7 +158,7 @@ def _differentiable_backward(
 
 
 def differentiable_forward(
-    i: Input, communicator: Communicator, *, weighting: Weighting
+    i: NormArgs, communicator: Communicator, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """The input normalized, and the statistics of its batch, without a gradient. Collective."""
     if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
@@ -167,7 +167,7 @@ def differentiable_forward(
 
 
 def _forward(
-    i: Input, communicator: Communicator, weighting: Weighting
+    i: NormArgs, communicator: Communicator, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
     # the tape have no derivatives.
@@ -183,7 +183,7 @@ def _forward(
 
 
 def _normalize(
-    i: Input, communicator: Communicator, weighting: Weighting, *, phase: str
+    i: NormArgs, communicator: Communicator, weighting: Weighting, *, phase: str
 ) -> tuple[Tensor, BatchStatistics]:
     """The input normalized, and the statistics, both differentiable.
 

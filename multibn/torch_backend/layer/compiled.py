@@ -25,7 +25,7 @@ from multibn.communicators import Communicator
 from multibn.engine import recompute, step
 from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Gradient, Input
+from multibn.engine.step import Gradient, NormArgs
 from multibn.kernels import Running, reference, select
 from multibn.kernels.layout import channels
 from multibn.torch_backend.layer import autograd, dtensors, functional
@@ -55,7 +55,7 @@ def _has_no_data(x: Any) -> bool:
 
 
 def forward(
-    i: Input, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
+    i: NormArgs, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """As `functional.forward`, in compiled code and without data, too.
 
@@ -133,8 +133,8 @@ def operator(
     return define
 
 
-# The fields of an `Input`, whose running statistics no operator moves beside the batch.
-_FIELDS = [name for name in Input._fields if name != "running"]
+# The fields of an `NormArgs`, whose running statistics no operator moves beside the batch.
+_FIELDS = [name for name in NormArgs._fields if name != "running"]
 _KINDS = {"x": "Tensor", "eps": "float", "axis": "int[]", "relu": "bool"}
 _INPUT = ", ".join(f"{_KINDS.get(name, 'Tensor?')} {name}" for name in _FIELDS)
 _SHARING = "SymInt num_channels, int communicator, str weighting"
@@ -142,11 +142,11 @@ _SHARING = "SymInt num_channels, int communicator, str weighting"
 
 def _gather(*arguments: Any) -> tuple[Any, ...]:
     """The input of an operator, and all other arguments."""
-    i = Input(**dict(zip(_FIELDS, arguments, strict=False)))
+    i = NormArgs(**dict(zip(_FIELDS, arguments, strict=False)))
     return i._replace(axis=tuple(i.axis)), *arguments[len(_FIELDS) :]
 
 
-def _spread(i: Input) -> list[Any]:
+def _spread(i: NormArgs) -> list[Any]:
     """The arguments of an operator that are an input."""
     return [getattr(i, name) for name in _FIELDS]
 
@@ -155,7 +155,7 @@ def _up_to_elements(x: Tensor) -> Any:
     """The kernels for `x`, but for the passes that write: coefficients take their place."""
     kernels = select(x)
 
-    def finish_forward(i: Input, *summed: Any) -> Any:
+    def finish_forward(i: NormArgs, *summed: Any) -> Any:
         # Of a single sample: the kernels normalize, too.
         sample = x.new_zeros([1 if k in i.axis else n for k, n in enumerate(x.shape)])
         _, batch, state = kernels.finish_forward(i._replace(x=sample, mask=None), *summed)
@@ -261,7 +261,7 @@ class _Passes:
 
     @staticmethod
     def forward(
-        i: Input, communicator: Communicator, *, weighting: Weighting, needs_gradient: bool
+        i: NormArgs, communicator: Communicator, *, weighting: Weighting, needs_gradient: bool
     ) -> tuple[Tensor, BatchStatistics]:
         summed = i._replace(residual=None)  # the operator would need the residual in memory
         sharing = i.x.shape[1], id(communicator), weighting, needs_gradient

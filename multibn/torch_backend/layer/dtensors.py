@@ -21,7 +21,7 @@ from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.resolve import DefaultCommunicator
 from multibn.communicators.transports.torch_distributed import restore
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Input
+from multibn.engine.step import NormArgs
 
 
 def among(tensors: Iterable[Any], /) -> bool:
@@ -33,7 +33,7 @@ def among(tensors: Iterable[Any], /) -> bool:
 
 def forward(
     function: Callable[..., tuple[Tensor, BatchStatistics]],
-    i: Input,
+    i: NormArgs,
     num_channels: int | None,
     communicator: Communicator,
 ) -> tuple[Tensor, BatchStatistics]:
@@ -80,7 +80,7 @@ def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
     return x.device_mesh, sharing
 
 
-def _localize(i: Input, mesh: Any, sharing: tuple[int, ...]) -> Input:
+def _localize(i: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
     """The local part of an input, and of what goes with it."""
     placements = getattr(i.x, "placements", None)
     if len(i.axis) < i.x.ndim - 1 or i.mask is not None:

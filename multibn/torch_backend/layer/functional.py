@@ -15,7 +15,7 @@ from multibn.communicators import Communicator, CommunicatorLike, as_communicato
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Input
+from multibn.engine.step import NormArgs
 from multibn.kernels import Running, reference
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import autograd, dtensors
@@ -105,7 +105,7 @@ def sync_batch_norm(
         refuse(error, x, None, communicator)
     compared |= vars(options)
     mask = mask_of(x, mask, lengths, num_channels, communicator)
-    i = Input(x, weight, bias, eps, all_but_channels(x), mask=mask)
+    i = NormArgs(x, weight, bias, eps, all_but_channels(x), mask=mask)
     y, batch = forward(i, num_channels, communicator, weighting=weighting)
     return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
 
@@ -141,7 +141,7 @@ def mask_of(
 
 
 def forward(
-    i: Input,
+    i: NormArgs,
     num_channels: int | None,
     communicator: Communicator,
     /,
@@ -223,7 +223,7 @@ def normalize_by_running(
     # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
     # inputs with splits.
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
-    i = Input(x, weight, bias, eps, axis)
+    i = NormArgs(x, weight, bias, eps, axis)
     check_options(i)
     mean, var = map(reference.as_wide, (running_mean, running_var))
     y: Tensor = reference.normalize(i, BatchStatistics(mean, var, mean, mean))
@@ -264,7 +264,7 @@ def check_dense(name: str, x: Any, /) -> None:
         raise TypeError(f"{name} must be a dense tensor: got {kind}. Call {call} on it.")
 
 
-def check_options(i: Input) -> None:
+def check_options(i: NormArgs) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
     x, eps, axis, residual, running = i.x, i.eps, i.axis, i.residual, i.running
     if not (isinstance(eps, float) and 0 < eps < math.inf):

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.population import Pool
-from multibn.engine.step import Input
+from multibn.engine.step import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.micro_batches import step_statistics
@@ -201,7 +201,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         y = y if residual is None else y + residual
         return reference.masked(y.relu() if self.fuse_relu else y, where)
 
-    def by_parts(self, i: Input, num_channels: int, momentum: float | None = None) -> Tensor:
+    def by_parts(self, i: NormArgs, num_channels: int, momentum: float | None = None) -> Tensor:
         """Each part of a batch by its own statistics, see `convert_sub_batchnorm`.
 
         With `momentum`, the caller has counted the batch already.
@@ -227,7 +227,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 
     def _as_input(
         self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
-    ) -> Input:
+    ) -> NormArgs:
         """A pass's input, with the engine's `mask`. In training the pass moves the buffers."""
         running = running_of(self, self.running_var_convention) if self.training else None
         parameters = self._parameters  # as in `running_of`
@@ -236,7 +236,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         else:  # parametrized
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
-        return Input(x, weight, bias, self.eps, axis, self.fuse_relu, mask, residual, running)
+        return NormArgs(x, weight, bias, self.eps, axis, self.fuse_relu, mask, residual, running)
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):

@@ -11,7 +11,7 @@ from multibn._arrays import is_on_host, values
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.statistics import reduced_axes
-from multibn.engine.step import Input
+from multibn.engine.step import NormArgs
 from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.modules import call_node
 from multibn.torch_backend.layer.synchronized import (
@@ -117,7 +117,7 @@ class _SubBatchNorm(Synchronized):
             x = input.unflatten(0, (input.shape[0] // num_splits, num_splits))
         channels = self._channels()
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
-        i = Input(x, self.weight, self.bias, 0.0, axis)  # eps is the part's
+        i = NormArgs(x, self.weight, self.bias, 0.0, axis)  # eps is the part's
         if isinstance(part, Part) and not has_hooks(part):
             y = part(x, lambda x: self._normalize(part, i._replace(x=x), communicator))
             return y.flatten(0, 1) if self.training else y
@@ -134,7 +134,7 @@ class _SubBatchNorm(Synchronized):
             z = z if p is None else apply(z, p.view(-1, *[1] * (z.ndim - 2)))
         return z.to(y.dtype)
 
-    def _normalize(self, part: Any, i: Input, communicator: Communicator) -> Tensor:
+    def _normalize(self, part: Any, i: NormArgs, communicator: Communicator) -> Tensor:
         """The arithmetic of a call of `part`. From axis 1, `i.x` has the axes of `_channels`."""
         channels = self._channels()
         weight, bias = i.weight, i.bias

@@ -35,7 +35,7 @@ LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks
 def batch(
     rank: int, padding: float = float("nan"), dtype: Any = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Input, lengths and mask of a rank."""
+    """NormArgs, lengths and mask of a rank."""
     rng = np.random.default_rng(rank)
     lengths = torch.tensor(LENGTHS[rank])
     mask = torch.arange(L) < lengths[:, None]

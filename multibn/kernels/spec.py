@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 from multibn._typing import Array, RunningVar
 
 # The states of a message, from `finish_forward`. On a GPU, where reading would wait, a sum counts
-# as right, but for `ONE_VALUE` where this rank has at most one value per channel. `LOST`: a
+# as right, but for `ONE_VALUE` where this rank has at most one value per channel. `CANCELLED`: a
 # variance has lost its digits beside the square of the mean.
-RIGHT, REFUSED, NOT_FINITE, ONE_VALUE, LOST = 0, 1, 2, 3, 4
+OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED = 0, 1, 2, 3, 4
 # The least `(var + eps) / mean**2` that is not lost, of float64 inputs and of others: the rounding
 # of sums, 2**-52, then leaves 12 digits of the output, or those of float32.
 LEAST_SHARES = 2.0**-13, 2.0**-27
@@ -63,7 +63,7 @@ class Running(NamedTuple):
     num_batches: Array | None = None
 
 
-class Input(NamedTuple):
+class NormArgs(NamedTuple):
     """The input of one layer, with the layer's parameters, options and running statistics.
 
     Attributes
@@ -120,7 +120,7 @@ class Gradient(NamedTuple):
     """
 
     dy: Array
-    input: Input
+    input: NormArgs
     batch: BatchStatistics
     y: Array | None = None
     needs_dx: bool = True
