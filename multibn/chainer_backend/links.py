@@ -22,7 +22,7 @@ from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import step
-from multibn.engine.population import Pool
+from multibn.engine.running import StepAccumulator
 from multibn.engine.step import NormArgs
 from multibn.kernels import Running
 from multibn.options import NormOptions
@@ -263,7 +263,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         running = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
         moved: Any = running
         if self in steps:
-            steps[self] = moved = steps[self] or Pool(self.avg_mean)
+            steps[self] = moved = steps[self] or StepAccumulator(self.avg_mean)
             moved.running = running
         if not chainer.config.in_recomputing:  # by F.forget
             i = i._replace(running=moved)
@@ -300,7 +300,7 @@ class MultiNodeBatchNormalization(chainer.Link):
 _conversations: WeakKeyDictionary[chainer.Link, LayerCommunicator] = WeakKeyDictionary()
 
 # The links in a step of `step_statistics`, and their pools after a call. Copies are in no step.
-steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
+steps: WeakKeyDictionary[chainer.Link, StepAccumulator | None] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -347,7 +347,7 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
         if pool is not None:
             # The arrays of this moment: others may have taken the place of those of the call.
             running = pool.running._replace(mean=link.avg_mean, var=link.avg_var)
-            step.move(running, *pool.compute())
+            step.update_running(running, *pool.compute())
             link.count(running)
 
 

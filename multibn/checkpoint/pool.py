@@ -9,7 +9,7 @@ from multibn._arrays import from_host
 from multibn._typing import Array, check_number
 from multibn.checkpoint import files
 from multibn.checkpoint.translate import CHAINER, TORCH, some
-from multibn.engine.population import pool_running
+from multibn.engine.running import pool_running
 
 
 def pool_states(

@@ -5,10 +5,10 @@ Imports kernels and communicators, and no framework.
 
 from multibn.engine.observing import LayerStatistics as LayerStatistics
 from multibn.engine.observing import observing as observing
-from multibn.engine.population import PopulationEstimator as PopulationEstimator
-from multibn.engine.population import running_variance as running_variance
 from multibn.engine.recompute import recording as recording
 from multibn.engine.recompute import replaying as replaying
+from multibn.engine.running import PopulationEstimator as PopulationEstimator
+from multibn.engine.running import running_variance as running_variance
 from multibn.engine.statistics import BatchStatistics as BatchStatistics
 from multibn.engine.statistics import Moments as Moments
 from multibn.engine.statistics import aggregate as aggregate

@@ -12,8 +12,8 @@ from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators.nonfinite import layer_of
 from multibn.engine.lockstep import END, Lockstep
-from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.recompute import Taping, is_recording
+from multibn.engine.running import PopulationEstimator, running_variance
 from multibn.engine.statistics import BatchStatistics, reduced_axes
 from multibn.engine.step import forward as layer_forward
 

@@ -14,7 +14,7 @@ from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
 from multibn.engine import masks, recompute, statistics
-from multibn.engine.population import Pool
+from multibn.engine.running import StepAccumulator
 from multibn.kernels import BatchStatistics, Running, reference
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import NormArgs as NormArgs
@@ -74,7 +74,7 @@ def share(
         weight, count = masks.weigh(i, count, weighting)
     during, memory, mark = _message(communicator, phase, i.x, length, needs_gradient)
     summed = during.allreduce(verbs.begin_forward(i, weight, count, mark, out=memory))
-    pool = i.running if type(i.running) is Pool else None
+    pool = i.running if type(i.running) is StepAccumulator else None
     moving = i if pool is None else i._replace(running=None)
     y, batch, state = verbs.finish_forward(moving, summed, weight, count)
     if (
@@ -85,7 +85,7 @@ def share(
         _, near = share(about, communicator, **options)
         batch = near._replace(mean=centre + near.mean)
         if i.running is not None:
-            move(i.running, batch, count)
+            update_running(i.running, batch, count)
         return verbs.normalize(i, batch), batch
     if state != OK:
         statistics.raise_for(state, during, summed, i.x)
@@ -107,12 +107,14 @@ def share(
     return y, batch
 
 
-def move(running: Running | Pool, batch: BatchStatistics, local_count: Array) -> None:
+def update_running(
+    running: Running | StepAccumulator, batch: BatchStatistics, local_count: Array
+) -> None:
     """Move running statistics by those of a batch, or add the batch to a pool."""
-    if isinstance(running, Pool):
+    if isinstance(running, StepAccumulator):
         running.add(batch, local_count=local_count)
     else:
-        reference.move(running, *batch[:3], local_count)
+        reference.update_running(running, *batch[:3], local_count)
 
 
 def backward(

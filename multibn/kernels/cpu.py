@@ -21,7 +21,7 @@ from multibn._typing import Array
 from multibn.kernels import reference
 from multibn.kernels.core import _core
 from multibn.kernels.layout import channels, sizes
-from multibn.kernels.reference import move
+from multibn.kernels.reference import update_running
 from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
 from multibn.wire import NO_MARK
 
@@ -122,7 +122,7 @@ def finish_forward(
     if taken.running is not None:
         library.changed(running.mean, running.var, running.num_batches)
     elif running is not None and state == OK:
-        move(running, *batch[:3], count)
+        update_running(running, *batch[:3], count)
     return y, batch, state
 
 

@@ -79,7 +79,7 @@ def finish_forward(
     batch, state = _unpack(i, summed, rank_weight, count)
     y = normalize(i, batch)
     if i.running is not None and state == OK:
-        move(i.running, *batch[:3], count)
+        update_running(i.running, *batch[:3], count)
     return y, batch, state
 
 
@@ -302,7 +302,9 @@ def parameter_gradients(
     return gradient(sum_dy_xhat, g.input.weight), gradient(sum_dy, g.input.bias)
 
 
-def move(running: Running, mean: Array, var: Array, count: Array, local_count: Array, /) -> None:
+def update_running(
+    running: Running, mean: Array, var: Array, count: Array, local_count: Array, /
+) -> None:
     """Move running statistics in place by those of a batch, and count the batch.
 
     Nothing changes if `count`, the elements per channel over all ranks, is 0.

@@ -87,7 +87,7 @@ class NormArgs(NamedTuple):
         Added to the normalized input, an array like `x`.
     running
         A `Running` to be moved in place, unless all ranks are empty. `multibn.engine.step` takes a
-        `population.Pool` as well.
+        `running.StepAccumulator` as well.
     """
 
     x: Array

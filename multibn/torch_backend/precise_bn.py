@@ -24,8 +24,8 @@ from multibn._typing import check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import skips
-from multibn.engine.population import Pool, PopulationEstimator, running_variance
 from multibn.engine.precise import Estimate, Pass, Population, input_of
+from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
 from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import reference
 from multibn.torch_backend.layer import functional
@@ -216,7 +216,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for name, b in m._buffers.items()
     ]
     # Of a step of `step_statistics`, which these batches have no part in.
-    layers = [m for m in model.modules() if isinstance(vars(m).get("pool"), Pool)]
+    layers = [m for m in model.modules() if isinstance(vars(m).get("pool"), StepAccumulator)]
     pools = [(layer, layer.__dict__.pop("pool")) for layer in layers]
     gpus = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     try:

@@ -29,7 +29,7 @@ kernels.reference kernels.triton
 kernels
 engine.masks
 engine.statistics
-engine.population engine.recompute
+engine.running engine.recompute
 engine checkpoint.pool
 multibn
 torch_backend.layer chainer_backend

@@ -114,7 +114,7 @@ def finish_forward(
     running_var, num_batches, rank_weight, count, eps, momentum, factor, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """The statistics in a message, the coefficients of the passes, and `move`.
+    """The statistics in a message, the coefficients of the passes, and `update_running`.
 
     `weight`, `bias`, and what is moved may be None.
     """
@@ -134,7 +134,7 @@ def finish_forward(
         tl.store(element_weight, number(rank_weight) / (n * divisor))
     _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
     if running_mean is not None:
-        _move(
+        _update_running(
             running_mean, running_var, num_batches, c, exists, m, v, total, momentum, factor,
             CUMULATIVE, UNBIASED,
         )  # fmt: skip
@@ -211,7 +211,7 @@ def _store_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps
 
 
 @triton.jit
-def _move(
+def _update_running(
     running_mean, running_var, num_batches, c, exists, mean, var, n, momentum, factor,
     CUMULATIVE: constexpr, UNBIASED: constexpr,
 ):  # fmt: skip

@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from multibn.communicators import as_communicator
-from multibn.engine.population import Pool
+from multibn.engine.running import StepAccumulator
 from multibn.engine.step import NormArgs
 from multibn.torch_backend.layer import compiled, dtensors, functional, modules
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
-from multibn.torch_backend.layer.synchronized import moves, running_of
+from multibn.torch_backend.layer.synchronized import running_of, updates_running
 
 _TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     getattr(nn, f"BatchNorm{n}d"): getattr(modules, f"SyncBatchNorm{n}d") for n in (1, 2, 3)
@@ -175,13 +175,13 @@ class _Sharing(TorchFunctionMode):
                 counter.copy_(before)
             return layer.by_parts(i, num_channels, momentum)
         running = running_of(layer, layer.running_var_convention, momentum)
-        if isinstance(running, Pool):
+        if isinstance(running, StepAccumulator):
             running.momentum = momentum
         i, sharing = i._replace(running=running), (num_channels, layer.layer_communicator)
         y, batch = compiled.forward(i, *sharing, weighting=layer.weighting)
         if running is not None and before is not None and counter is not None:
             # The forward pass has counted, once for each call. Neither a recomputation counts, nor
             # a batch that is empty on all ranks.
-            counts = (batch.count > 0) & moves(running, input)
+            counts = (batch.count > 0) & updates_running(running, input)
             counter.copy_(torch.where(counts, counter, before))
         return y

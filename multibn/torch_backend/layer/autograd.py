@@ -178,7 +178,7 @@ def _forward(
         recompute.record(batch, i, communicator)
         if i.running is not None:
             _, count, *_ = statistics.sizes(i.x.shape, i.axis)
-            step.move(i.running, batch, masks.weigh(i, count, "element")[1])
+            step.update_running(i.running, batch, masks.weigh(i, count, "element")[1])
     return y, batch
 
 

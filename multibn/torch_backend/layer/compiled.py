@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
 from multibn.engine import recompute, step
-from multibn.engine.population import Pool
+from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, NormArgs
 from multibn.kernels import Running, reference, select
@@ -91,10 +91,12 @@ def forward(
     y, *numbers = torch.ops.multibn.forward(*_spread(i), num_channels, id(communicator), weighting)
     batch = BatchStatistics(*numbers)
     count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()
-    if isinstance(i.running, Pool):
+    if isinstance(i.running, StepAccumulator):
         i.running.add(batch, local_count=count)
     elif i.running is not None:
-        torch.ops.multibn.move(*i.running, *batch[:3], torch.ones_like(batch.count) * count)
+        torch.ops.multibn.update_running(
+            *i.running, *batch[:3], torch.ones_like(batch.count) * count
+        )
     return y, batch
 
 
@@ -238,7 +240,7 @@ def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: i
     return checked.clone(memory_format=torch.contiguous_format)
 
 
-# Dynamo writes down the calls of `forward` and `move`; what follows sees the operations inside.
+# Dynamo writes down the calls of `forward` and `update_running`; what follows sees the operations.
 @operator(f"forward({_INPUT}, {_SHARING}) -> Tensor[]")
 def _forward(*arguments: Any) -> list[Tensor]:
     """The output, and the numbers of `BatchStatistics`. Collective."""
@@ -317,8 +319,9 @@ def _nodes() -> Any:
 
 
 @operator(
-    "move(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, str convention, "
-    "Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, Tensor local_count) -> ()"
+    "update_running(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, "
+    "str convention, Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, "
+    "Tensor local_count) -> ()"
 )
-def _move(*arguments: Any) -> None:
-    reference.move(Running(*arguments[:5]), *arguments[5:])
+def _update_running(*arguments: Any) -> None:
+    reference.update_running(Running(*arguments[:5]), *arguments[5:])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from multibn._typing import RunningVar
-from multibn.engine.population import Pool
+from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
 from multibn.torch_backend.layer.synchronized import Synchronized, running_of
 
@@ -65,7 +65,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             f"{type(model).__qualname__}. Convert the model by convert_sync_batchnorm; for one "
             "process alone with process_group=multibn.SingleProcess()."
         )
-    entered: list[tuple[Any, Any, Pool, RunningVar]] = []
+    entered: list[tuple[Any, Any, StepAccumulator, RunningVar]] = []
     for layer in layers:
         for bn in (layer.split_bn, layer.bn) if hasattr(layer, "split_bn") else (layer,):
             convention = layer.running_var_convention
@@ -73,7 +73,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             if isinstance(running, Running):  # neither None nor the pool of another step
                 # Not for the pool to ask, as compiled code cannot: which devices have float64.
                 wide = None if running.mean.device.type == "mps" else torch.float64
-                bn.pool = Pool(torch.zeros_like(running.mean, dtype=wide))
+                bn.pool = StepAccumulator(torch.zeros_like(running.mean, dtype=wide))
                 entered.append((layer, bn, bn.pool, convention))
     try:
         yield
@@ -91,6 +91,6 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         if pool.momentum is not None:
             running = running._replace(momentum=pool.momentum)
         batch, local_count = pool.compute()
-        torch.ops.multibn.move(*running, *batch[:3], local_count)
+        torch.ops.multibn.update_running(*running, *batch[:3], local_count)
         if bn is getattr(layer, "split_bn", None):
             layer.aggregate_stats(batch.count)

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
-from multibn.engine.population import Pool
+from multibn.engine.running import StepAccumulator
 from multibn.engine.step import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.layer import compiled, functional
@@ -218,7 +218,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         with step_statistics(self):
             for x, residual, mask in zip(*of, strict=True):
                 running = running_of(self, self.running_var_convention, momentum)
-                if momentum is not None and isinstance(running, Pool):
+                if momentum is not None and isinstance(running, StepAccumulator):
                     running.momentum = momentum
                 part = i._replace(x=x, residual=residual, mask=mask, running=running)
                 sharing = num_channels, self.layer_communicator

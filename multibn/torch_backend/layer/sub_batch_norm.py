@@ -18,8 +18,8 @@ from multibn.torch_backend.layer.synchronized import (
     ALONE,
     Synchronized,
     has_hooks,
-    moves,
     running_of,
+    updates_running,
 )
 
 _STATISTICS = ("running_mean", "running_var")
@@ -152,7 +152,7 @@ class _SubBatchNorm(Synchronized):
         # To a pass over all splits together, these are the channels of axis 1.
         sharing = i.x.shape[1], communicator
         y, batch = compiled.forward(i, *sharing, weighting=self.weighting)
-        if self.training and moves(running, i.x):
+        if self.training and updates_running(running, i.x):
             self.aggregate_stats(batch.count)
         return y
 

@@ -14,7 +14,7 @@ from multibn.communicators.diagnostics import find_module_path
 from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import recompute
-from multibn.engine.population import Pool
+from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, data_parallel, dtensors
@@ -64,7 +64,7 @@ class Synchronized(nn.Module):
     layer_communicator: (
         LayerCommunicator  # the layer's communicator, with the layer's name in its model
     )
-    pool: Pool | None = None  # of the step of `step_statistics` that is under way
+    pool: StepAccumulator | None = None  # of the step of `step_statistics` that is under way
     nonfinite: Nonfinite = None
 
     def configure(
@@ -139,7 +139,7 @@ def _name(layer: nn.Module | None) -> str:
 
 def running_of(
     bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
-) -> Running | Pool | None:
+) -> Running | StepAccumulator | None:
     """The buffers of `bn` that a training step moves in place, once; None if there are none.
 
     In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
@@ -148,7 +148,7 @@ def running_of(
     if not bn.track_running_stats:
         return None
     data_parallel.watch_active()
-    pool: Pool | None = getattr(bn, "pool", None)
+    pool: StepAccumulator | None = getattr(bn, "pool", None)
     if pool is not None:
         return pool
     # Attributes of a module, which has its own look-up, take longer.
@@ -165,7 +165,7 @@ def running_of(
     return Running(mean, var, momentum, convention, counter)
 
 
-def moves(running: Running | Pool | None, x: Tensor) -> bool:
+def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> bool:
     """Whether a pass over `x` moves the buffers `running`: a pool and a recomputation leave them.
 
     Compiled code, which cannot tell whether it runs in a recomputation, gets True.

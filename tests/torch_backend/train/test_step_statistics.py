@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from multibn.engine.population import Pool
+from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -212,7 +212,7 @@ def test_a_model_without_layers_of_this_package_is_refused() -> None:
 def test_a_pool_keeps_its_digits_where_the_mean_is_large() -> None:
     rng = np.random.default_rng(0)
     parts = [rng.normal(1e6, 1, (n, 3)) for n in (7, 0, 2, 40)]
-    pool = Pool(np.zeros(3, "f"))
+    pool = StepAccumulator(np.zeros(3, "f"))
     for x in parts:
         mean, var = (x.mean(0), x.var(0)) if len(x) else (np.zeros(3), np.zeros(3))
         pool.add(BatchStatistics(mean, var, np.array(float(len(x))), np.array(0)), local_count=2)

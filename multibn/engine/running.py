@@ -120,7 +120,7 @@ class PopulationEstimator:
         return total(sums, self.shape, sums[-1], sums[-1], communicator)
 
 
-class Pool:
+class StepAccumulator:
     """The statistics of the batches of one step, as those of their concatenation.
 
     Each batch counts by its elements over all ranks. As its statistics are the same on all ranks,
