@@ -7,7 +7,7 @@ import numpy as np
 
 from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.engine.synchrony import check_equal, largest_group
+from multibn.engine.consistency import check_equal, largest_group
 
 
 def participants(model: chainer.Link, comm: CommunicatorLike, /) -> Communicator:

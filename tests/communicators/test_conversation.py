@@ -16,8 +16,8 @@ from multibn.communicators.handshake import meet
 from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.transports.pinned import begin_copy
+from multibn.engine.consistency import check_equal
 from multibn.engine.statistics import Moments, aggregate
-from multibn.engine.synchrony import check_equal
 from tests.communicators.transports import standin_cupy
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks

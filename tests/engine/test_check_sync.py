@@ -8,8 +8,8 @@ import pytest
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.engine import synchrony
-from multibn.engine.synchrony import check_equal, largest_group
+from multibn.engine import consistency
+from multibn.engine.consistency import check_equal, largest_group
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
 
@@ -82,7 +82,7 @@ def test_ranks_that_share_the_memory_of_a_model_are_told(monkeypatch: pytest.Mon
         read.times = getattr(read, "times", 0) + 1
         return f"{content!r} of {threading.get_ident() if read.times == 1 else 0}"
 
-    monkeypatch.setattr(synchrony, "_digest", digest)
+    monkeypatch.setattr(consistency, "_digest", digest)
     said = _says(lambda rank: {"weight": np.zeros(2)})
     assert "1 of 1 arrays have changed during the comparison, and are now the same on all" in said
     assert "build or copy (copy.deepcopy) the model in each process." in said

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.handshake import meet
+from multibn.engine.consistency import check_equal, largest_group
 from multibn.engine.running import pool_running
-from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.reference import as_wide
 from multibn.torch_backend.layer import dtensors
 from multibn.torch_backend.layer.synchronized import Synchronized
