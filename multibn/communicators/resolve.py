@@ -58,7 +58,7 @@ _WRAPPERS = {
 }
 
 _Spec: TypeAlias = str | int | tuple[int, ...]
-_ALONE = SingleProcess()
+_LOCAL = SingleProcess()
 
 
 class DefaultCommunicator(Forwarding):
@@ -87,7 +87,7 @@ class DefaultCommunicator(Forwarding):
             fix = "call torch.distributed.init_process_group() before the first training step"
         why = "no communicator was given and torch.distributed is not initialised"
         warn_if_launched(why, fix)
-        return _ALONE
+        return _LOCAL
 
 
 def default_group() -> object:

@@ -30,8 +30,8 @@ from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import reference
 from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.autograd import without_autocast
+from multibn.torch_backend.layer.base import SyncNormBase
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
-from multibn.torch_backend.layer.synchronized import Synchronized
 from multibn.torch_backend.train.synchrony import participants
 from multibn.torch_backend.train.uneven import tensors_in
 
@@ -284,7 +284,7 @@ class _WatchedNorm:
         self.name = name or type(module).__name__
         self.module = module
         self.communicator: Communicator = SingleProcess()
-        if isinstance(module, Synchronized):
+        if isinstance(module, SyncNormBase):
             self.communicator = module.layer_communicator
         elif isinstance(module, nn.SyncBatchNorm):
             self.communicator = as_communicator(module.process_group)
@@ -299,7 +299,7 @@ class _WatchedNorm:
     @contextmanager
     def watched(self, run: Pass) -> Iterator[None]:
         """Note each call in `run`, and add the inputs of torch's own layers."""
-        is_own, own_forward = isinstance(self.module, Synchronized), self.module.forward
+        is_own, own_forward = isinstance(self.module, SyncNormBase), self.module.forward
         of_torch = type(self.module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
         has_own = not (is_own or of_torch or "forward" in vars(self.module))
         repeats = self.communicator.size > 1 and not is_own  # nn.SyncBatchNorm

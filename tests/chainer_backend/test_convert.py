@@ -15,7 +15,7 @@ from multibn.chainer_backend import (
     create_mnbn_model,
 )
 
-ALONE = SingleProcess()
+LOCAL = SingleProcess()
 
 
 class Named(L.BatchNormalization):
@@ -84,7 +84,7 @@ def assert_alike(actual: Any, expected: Any) -> None:
 
 def test_every_container_is_converted() -> None:
     first = model()
-    shared = create_mnbn_model(first, ALONE, weighting="rank", avg_var="biased")
+    shared = create_mnbn_model(first, LOCAL, weighting="rank", avg_var="biased")
     assert_alike(shared, first)
     assert (shared[2].weighting, shared[2].avg_var_convention) == ("rank", "biased")
     assert {type(shared[2]), type(shared[1][1])} == {MultiNodeBatchNormalization}
@@ -108,7 +108,7 @@ def test_links_of_all_options_are_converted(options: Any) -> None:
     """ChainerMN's function raises where a parameter is missing, and drops `axis`."""
     x = np.random.default_rng(0).normal(size=(4, 5, 6, 3)).astype("f")
     link = L.BatchNormalization(3, **options)
-    new = create_mnbn_model(link, ALONE)
+    new = create_mnbn_model(link, LOCAL)
     expected = link(x).array
     names = [name for name, _ in new.namedparams()]
     assert names == [name for name, _ in link.namedparams()]
@@ -121,19 +121,19 @@ def test_links_of_all_options_are_converted(options: Any) -> None:
 def test_the_numbers_of_links_are_checked(name: str, value: float) -> None:
     link = L.BatchNormalization(3, **{name: value})
     with pytest.raises(ValueError, match=f"`{name}` must be .*: got {value}"):
-        create_mnbn_model(chainer.ChainList(link), ALONE)
+        create_mnbn_model(chainer.ChainList(link), LOCAL)
 
 
 def test_a_link_without_a_size_is_refused() -> None:
     with pytest.raises(ValueError, match="must have a size: got one in `link` that has seen no"):
-        create_mnbn_model(chainer.ChainList(L.BatchNormalization(axis=0)), ALONE)
+        create_mnbn_model(chainer.ChainList(L.BatchNormalization(axis=0)), LOCAL)
 
 
 def test_a_model_without_batch_norms_is_only_copied() -> None:
     """And says so: the model may have links of ChainerMN's own."""
     link = L.Linear(2, 2)
     with pytest.warns(UserWarning, match="`link` has no L.BatchNormalization: nothing") as caught:
-        converted = create_mnbn_model(link, ALONE)
+        converted = create_mnbn_model(link, LOCAL)
     assert caught[0].filename == __file__
     assert type(converted) is L.Linear
     assert converted.W is not link.W
@@ -147,7 +147,7 @@ def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:
         r"1 link\(s\) are copied as they are, .*: /0 \(.*BatchRenormalization: .* forward, which"
     )
     with pytest.warns(UserWarning, match=message) as caught:
-        new = create_mnbn_model(chainer.ChainList(L.BatchRenormalization(3)), ALONE)
+        new = create_mnbn_model(chainer.ChainList(L.BatchRenormalization(3)), LOCAL)
     assert type(new[0]) is L.BatchRenormalization
     assert [w.filename for w in caught] == [__file__]
 
@@ -158,11 +158,11 @@ def test_a_link_that_normalizes_by_itself_is_named_or_an_error(other: Any) -> No
     plain = Nets(Net(other(4)), L.BatchNormalization(4), Net(other(4)))
     why = rf"/0/norm, /2/norm \(.*\.{other.__name__}: it is no L\.BatchNormalization\)\.$"
     with pytest.raises(TypeError, match=r"^2 link\(s\) are copied as they are, .*: " + why):
-        create_mnbn_model(plain, ALONE, strict=True)
+        create_mnbn_model(plain, LOCAL, strict=True)
     with pytest.raises(TypeError, match=r"`link` has no L\.BatchN"):
-        create_mnbn_model(L.Linear(2, 2), ALONE, strict=True)
+        create_mnbn_model(L.Linear(2, 2), LOCAL, strict=True)
     with pytest.warns(UserWarning, match=r"^2 link\(s\) are copied .*" + why) as caught:
-        model: Any = create_mnbn_model(plain, ALONE)
+        model: Any = create_mnbn_model(plain, LOCAL)
     with pytest.warns(UserWarning, match=r"^2 link\(s\) of `target` keep .*" + why) as again:
         FinetunePopulationStatistics([], model)
     assert {w.filename for w in [*caught, *again]} == {__file__}
@@ -186,6 +186,6 @@ def test_communicators_among_attributes_are_not_copied() -> None:
     inner = Net(L.BatchNormalization(3))
     model = Nets(inner, Named(3, "kept"))
     inner.comm = model.comm = model[1].comm = Uncopied()
-    new: Any = create_mnbn_model(model, ALONE)
+    new: Any = create_mnbn_model(model, LOCAL)
     assert new.comm is new[0].comm is new[1].__dict__["comm"] is model.comm
     assert type(new[0].norm) is MultiNodeBatchNormalization

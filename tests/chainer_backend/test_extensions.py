@@ -18,14 +18,14 @@ from multibn.engine.statistics import OneValueError
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
-ALONE = SingleProcess()
+LOCAL = SingleProcess()
 
 
 def plain() -> Any:
     return L.BatchNormalization(C, dtype=np.float64)
 
 
-def shared(communicator: Any = ALONE) -> Any:
+def shared(communicator: Any = LOCAL) -> Any:
     return MultiNodeBatchNormalization(C, communicator, dtype=np.float64)
 
 
@@ -87,8 +87,8 @@ def test_finetuning_follows_the_axes_of_a_link() -> None:
     x = np.random.default_rng(0).normal(size=(4, 5, C))
     for link in (
         L.BatchNormalization(C, axis=(0, 1), dtype=np.float64),
-        MultiNodeBatchNormalization(C, ALONE, axis=(0, 1), dtype=np.float64),
-        MultiNodeBatchNormalization((5, C), ALONE, dtype=np.float64),
+        MultiNodeBatchNormalization(C, LOCAL, axis=(0, 1), dtype=np.float64),
+        MultiNodeBatchNormalization((5, C), LOCAL, dtype=np.float64),
     ):
         finetune([x], link)
         reduced = tuple(range(3 - link.avg_mean.ndim))
@@ -156,7 +156,7 @@ def test_a_trainer_finetunes_before_it_evaluates_and_writes(tmp_path: Any) -> No
     trainer = chainer.training.Trainer(updater, (2, "epoch"), out=str(tmp_path))
     iterator = chainer.iterators.SerialIterator(pairs, 4, repeat=False, shuffle=False)
     seen: list[Any] = []
-    trainer.extend(FinetunePopulationStatistics(iterator, model, ALONE, progress=False))
+    trainer.extend(FinetunePopulationStatistics(iterator, model, LOCAL, progress=False))
     trainer.extend(lambda t: seen.append(dict(t.observation)), name="spy", trigger=(1, "epoch"))
     trainer.run()
     np.testing.assert_allclose(model.predictor[0].avg_mean, xs.mean(0), rtol=1e-5)
@@ -171,7 +171,7 @@ def test_a_trainer_finetunes_before_it_evaluates_and_writes(tmp_path: Any) -> No
 class _Scoped(chainer.Chain):
     """Reads its own report, and calls two of its links in evaluation."""
 
-    def __init__(self, communicator: Any = ALONE) -> None:
+    def __init__(self, communicator: Any = LOCAL) -> None:
         super().__init__()
         with self.init_scope():
             self.bn, self.frozen = shared(communicator), shared(communicator)

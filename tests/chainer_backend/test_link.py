@@ -23,7 +23,7 @@ from tests.helpers.ranks import (
     run_ranks,
 )
 
-ALONE = SingleProcess()
+LOCAL = SingleProcess()
 
 
 def train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
@@ -43,7 +43,7 @@ def test_alone_it_is_chainers_batch_normalization(
 ) -> None:
     rng = np.random.default_rng(0)
     theirs = L.BatchNormalization(4, dtype=np.float64, initial_avg_var=0, **options)
-    ours = MultiNodeBatchNormalization(4, ALONE, dtype=np.float64, **options)
+    ours = MultiNodeBatchNormalization(4, LOCAL, dtype=np.float64, **options)
     for _ in range(3):
         x, dy = rng.normal(size=shape), rng.normal(size=shape)
         for a, b in zip(
@@ -96,24 +96,24 @@ def test_an_option_that_differs_is_an_error_on_all(name: str, value: Any) -> Non
 
 
 def test_deepcopy_keeps_the_communicator_and_honours_the_memo() -> None:
-    a = MultiNodeBatchNormalization(3, ALONE)
-    b: Any = MultiNodeBatchNormalization(3, ALONE, use_gamma=False)
+    a = MultiNodeBatchNormalization(3, LOCAL)
+    b: Any = MultiNodeBatchNormalization(3, LOCAL, use_gamma=False)
     with b.init_scope():
         b.gamma = a.gamma
     before = dict(a.__dict__)
     a2, b2 = copy.deepcopy([a, b])
     assert a2.gamma is b2.gamma
     assert a2.gamma is not a.gamma
-    assert a2.comm is a.comm is ALONE
+    assert a2.comm is a.comm is LOCAL
     assert before == a.__dict__
     assert pickle.loads(pickle.dumps(a)).comm.size == 1
 
 
 def test_the_communicator_can_be_assigned() -> None:
-    link = MultiNodeBatchNormalization(3, ALONE)
+    link = MultiNodeBatchNormalization(3, LOCAL)
     x = np.random.default_rng(0).normal(size=(4, 3)).astype("f")
     link(x)
-    counting = CountingCommunicator(ALONE)
+    counting = CountingCommunicator(LOCAL)
     link.comm = counting
     assert link.comm is counting
     link(x)
@@ -143,12 +143,12 @@ def test_bad_arguments_are_refused() -> None:
     ]
     for options, kind, message in cases:
         with pytest.raises(kind, match=message):
-            MultiNodeBatchNormalization(**{"size": 3, "comm": ALONE, **options})
+            MultiNodeBatchNormalization(**{"size": 3, "comm": LOCAL, **options})
 
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_bad_input_is_refused(is_training: bool) -> None:
-    link = MultiNodeBatchNormalization(3, ALONE)
+    link = MultiNodeBatchNormalization(3, LOCAL)
     for bad, kind, message in [
         (np.ones(3, "f"), ValueError, r"2 or more dimensions.*got shape \(3,\)"),
         (np.ones((2, 4), "f"), ValueError, r"channels of shape \(3,\).*got \(4,\)"),
@@ -184,7 +184,7 @@ def test_a_step_of_micro_batches_equals_one_batch(
                 assert not link.avg_mean.any() or step is steps[1]
         return link
 
-    expected = MultiNodeBatchNormalization(4, ALONE, dtype=np.float64)
+    expected = MultiNodeBatchNormalization(4, LOCAL, dtype=np.float64)
     for step in steps:
         expected(np.concatenate(step), finetune=finetune)
     for link in run_ranks(2, train_link):
@@ -194,7 +194,7 @@ def test_a_step_of_micro_batches_equals_one_batch(
 
 
 def test_a_step_moves_arrays_that_were_replaced_inside_of_it() -> None:
-    link, expected = (MultiNodeBatchNormalization(4, ALONE, dtype=np.float64) for _ in "ab")
+    link, expected = (MultiNodeBatchNormalization(4, LOCAL, dtype=np.float64) for _ in "ab")
     x = np.random.default_rng(0).normal(size=(3, 4))
     with step_statistics(link):
         link(x)
@@ -205,7 +205,7 @@ def test_a_step_moves_arrays_that_were_replaced_inside_of_it() -> None:
 
 
 def test_a_step_that_fails_or_has_no_batch_changes_nothing() -> None:
-    link = MultiNodeBatchNormalization(4, ALONE)
+    link = MultiNodeBatchNormalization(4, LOCAL)
     x = np.random.default_rng(0).normal(size=(3, 4)).astype("f")
     with pytest.raises(ValueError, match="must have channels of shape"), step_statistics(link):
         link(link(x)[:, :3])

@@ -14,7 +14,7 @@ from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 
 C = 3
-ALONE = SingleProcess()
+LOCAL = SingleProcess()
 
 
 class Torch:
@@ -191,7 +191,7 @@ def without_statistics(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not name.endswith(moved)}
 
 
-@pytest.mark.parametrize("communicator", [None, ALONE], ids=["plain", "shared"])
+@pytest.mark.parametrize("communicator", [None, LOCAL], ids=["plain", "shared"])
 def test_unequal_batches_give_the_population_of_all_data(framework: Any, communicator: Any) -> None:
     model, data = framework.model(communicator), batches()
     before = framework.state(model)
@@ -201,7 +201,7 @@ def test_unequal_batches_give_the_population_of_all_data(framework: Any, communi
     np.testing.assert_equal(without_statistics(framework.state(model)), without_statistics(before))
 
 
-@pytest.mark.parametrize("communicator", [None, ALONE], ids=["plain", "shared"])
+@pytest.mark.parametrize("communicator", [None, LOCAL], ids=["plain", "shared"])
 def test_a_shallow_copy_has_a_population_of_its_own(framework: Any, communicator: Any) -> None:
     model, data = framework.model(communicator), batches()
     model.b = copy.copy(model.a)
@@ -215,12 +215,12 @@ def test_a_shallow_copy_has_a_population_of_its_own(framework: Any, communicator
 
 
 def test_a_layer_that_is_used_twice_counts_both_inputs(framework: Any) -> None:
-    layer, data = framework.layer(ALONE), batches()
+    layer, data = framework.layer(LOCAL), batches()
     framework.run(data, layer, forward=lambda layer, x: (layer(x), layer(3 * x + 1)))
     assert_population(framework, layer, [f for x in data for f in (x, 3 * x + 1)])
 
 
-@pytest.mark.parametrize("communicator", [None, ALONE], ids=["plain", "shared"])
+@pytest.mark.parametrize("communicator", [None, LOCAL], ids=["plain", "shared"])
 @pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("in_model", [True, False])
 def test_an_error_leaves_everything_as_it_was(
@@ -251,7 +251,7 @@ def test_no_batch_is_an_error(framework: Any) -> None:
 
 
 def test_a_step_sends_two_numbers_and_a_layer_one_message(framework: Any) -> None:
-    counting = CountingCommunicator(ALONE)
+    counting = CountingCommunicator(LOCAL)
     framework.run(batches(), framework.model(), counting)
     assert counting.take() == [2] * 4 + [2 * C + 2] * 2
 

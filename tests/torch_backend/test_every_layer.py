@@ -40,7 +40,7 @@ from multibn.torch_backend import (  # noqa: E402
 from tests.torch_backend.convert.test_derived import Activated, Copied  # noqa: E402
 
 C, L = 3, 5
-ALONE = SingleProcess()
+LOCAL = SingleProcess()
 
 
 class Masked(nn.Module):
@@ -83,7 +83,7 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 every_sharing_layer = pytest.mark.parametrize("name", [n for n in LAYERS if "split" not in n])
 
 
-def make(name: str, process_group: Any = ALONE, dtype: Any = torch.float64, **options: Any) -> Any:
+def make(name: str, process_group: Any = LOCAL, dtype: Any = torch.float64, **options: Any) -> Any:
     """The layer, with parameters that no test can mistake for the identity."""
     layer = LAYERS[name](process_group=process_group, **options).to(dtype)
     with torch.no_grad():
@@ -194,7 +194,7 @@ def test_a_recomputed_layer_is_counted_once(name: str) -> None:
     }
     results = {}
     for way, call in ways.items():
-        counting = CountingCommunicator(ALONE)
+        counting = CountingCommunicator(LOCAL)
         layer = make(name, process_group=counting)
 
         def run(x: Tensor, layer: Any = layer, call: Any = call) -> Any:
@@ -524,7 +524,7 @@ def test_a_step_needs_no_memory_beside_inputs_and_outputs(
     require.need("core")
     x, dy = (torch.randn(48, 64, 64, 64).to(memory_format=memory_format) for _ in "ab")
     x.requires_grad_()
-    layer = SyncBatchNorm(64, process_group=ALONE)
+    layer = SyncBatchNorm(64, process_group=LOCAL)
     for _ in range(2):  # the first step loads code
         x.grad = None
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak

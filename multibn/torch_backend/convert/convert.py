@@ -20,9 +20,9 @@ from multibn.engine.step import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import compiled, data_parallel, functional
+from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, running_of
 from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.sub_batch_norm import Part
-from multibn.torch_backend.layer.synchronized import ALONE, LayerOptions, Synchronized, running_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
 # Names that a class may define and still behave like the layer that it derives from.
@@ -48,13 +48,13 @@ class BatchNorm(_BatchNorm):
     ) -> Tensor:
         if mask is lengths is None:
             return super().forward(input)
-        mask = compiled.mask_of(input, mask, lengths, self.num_features, ALONE)
+        mask = compiled.mask_of(input, mask, lengths, self.num_features, LOCAL)
         mean, var = self.running_mean, self.running_var
         if self.training or mean is None:
             axis = functional.all_but_channels(input)
             running = running_of(self, "unbiased_global") if self.training else None
             i = NormArgs(input, self.weight, self.bias, self.eps, axis, mask=mask, running=running)
-            return compiled.forward(i, self.num_features, ALONE, weighting="element")[0]
+            return compiled.forward(i, self.num_features, LOCAL, weighting="element")[0]
         x, parameters = reference.masked(input, mask), (self.weight, self.bias)
         y = functional.normalize_by_running(x, *parameters, mean, var, eps=self.eps)
         return reference.masked(y, mask)
@@ -198,8 +198,8 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
     layer: Any
     for layer in _find(module, strict, splitting=True):
         if not isinstance(layer, SyncBatchNorm):
-            derived.derive(layer).configure(ALONE)
-        layer.process_group, layer._num_splits = ALONE, num_splits
+            derived.derive(layer).configure(LOCAL)
+        layer.process_group, layer._num_splits = LOCAL, num_splits
     return module
 
 
@@ -210,7 +210,7 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
         again = isinstance(part, SyncBatchNorm) and (splitting or "_num_splits" in vars(part))
-        if isinstance(part, Synchronized | Part) and not again:
+        if isinstance(part, SyncNormBase | Part) and not again:
             continue
         if why := _cannot_convert(part):
             obstacles[path] = f"{_name(part)}: {why}"
@@ -223,7 +223,7 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
         message = list_obstacles(
             obstacles, "layer(s) stay as they are, their statistics are not shared"
         )
-    elif not (layers or any(isinstance(part, Synchronized) for part in module.modules())):
+    elif not (layers or any(isinstance(part, SyncNormBase) for part in module.modules())):
         message = (
             f"`module` must have a batch norm of torch: got none in {_name(module)}, so that no "
             "statistics are shared. Group norms and layer norms need no sharing."
@@ -261,7 +261,7 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
     _check_module(module)
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
-        if not isinstance(part, Synchronized):
+        if not isinstance(part, SyncNormBase):
             continue
         if not isinstance(part, SyncBatchNorm):
             obstacles[path] = f"{_name(part)}: its splits have statistics of their own"

@@ -18,8 +18,8 @@ from multibn.communicators import as_communicator
 from multibn.engine.running import StepAccumulator
 from multibn.engine.step import NormArgs
 from multibn.torch_backend.layer import compiled, dtensors, functional, modules
+from multibn.torch_backend.layer.base import running_of, updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
-from multibn.torch_backend.layer.synchronized import running_of, updates_running
 
 _TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     getattr(nn, f"BatchNorm{n}d"): getattr(modules, f"SyncBatchNorm{n}d") for n in (1, 2, 3)

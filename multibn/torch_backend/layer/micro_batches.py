@@ -10,7 +10,7 @@ from torch import nn
 from multibn._typing import RunningVar
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
-from multibn.torch_backend.layer.synchronized import Synchronized, running_of
+from multibn.torch_backend.layer.base import SyncNormBase, running_of
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     >>> layer.running_mean, layer.num_batches_tracked
     (tensor([4.]), tensor(1))
     """
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, Synchronized)]
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, SyncNormBase)]
     if not layers:
         raise ValueError(
             "`model` must have a layer of multibn.torch: got none in "

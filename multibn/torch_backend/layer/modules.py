@@ -13,12 +13,12 @@ from multibn.engine.running import StepAccumulator
 from multibn.engine.step import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.layer import compiled, functional
-from multibn.torch_backend.layer.micro_batches import step_statistics
-from multibn.torch_backend.layer.synchronized import (
-    ALONE,
-    Synchronized,
+from multibn.torch_backend.layer.base import (
+    LOCAL,
+    SyncNormBase,
     running_of,
 )
+from multibn.torch_backend.layer.micro_batches import step_statistics
 
 
 def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
 
 
-class SyncBatchNorm(Synchronized, _BatchNorm):
+class SyncBatchNorm(SyncNormBase, _BatchNorm):
     """Batch normalization over the batches of all ranks of a process group.
 
     For each channel, over the elements of all ranks together::
@@ -172,7 +172,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if isinstance(input, fx.Proxy):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
-        layer_communicator: Communicator = self.layer_communicator if self.training else ALONE
+        layer_communicator: Communicator = self.layer_communicator if self.training else LOCAL
         check = type(self)._check_input_dim
         try:
             if isinstance(input, Tensor) and check is not _NormBase._check_input_dim:

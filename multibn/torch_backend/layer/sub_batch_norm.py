@@ -13,14 +13,14 @@ from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.statistics import reduced_axes
 from multibn.engine.step import NormArgs
 from multibn.torch_backend.layer import compiled, functional
-from multibn.torch_backend.layer.modules import call_node
-from multibn.torch_backend.layer.synchronized import (
-    ALONE,
-    Synchronized,
+from multibn.torch_backend.layer.base import (
+    LOCAL,
+    SyncNormBase,
     has_hooks,
     running_of,
     updates_running,
 )
+from multibn.torch_backend.layer.modules import call_node
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -44,7 +44,7 @@ class _BatchNorm3d(Part, nn.BatchNorm3d):
     pass
 
 
-class _SubBatchNorm(Synchronized):
+class _SubBatchNorm(SyncNormBase):
     _part: type[Part]
 
     weight: Tensor | None
@@ -58,7 +58,7 @@ class _SubBatchNorm(Synchronized):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: CommunicatorLike = ALONE,
+        process_group: CommunicatorLike = LOCAL,
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,

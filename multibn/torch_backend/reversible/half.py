@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multibn.torch_backend.layer.synchronized import Synchronized
+from multibn.torch_backend.layer.base import SyncNormBase
 from multibn.torch_backend.train.checkpointing import checkpoint_contexts
 
-_NORMS = (_NormBase, Synchronized)
+_NORMS = (_NormBase, SyncNormBase)
 
 
 class Half:

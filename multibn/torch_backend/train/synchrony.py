@@ -19,7 +19,7 @@ from multibn.engine.consistency import check_equal, largest_group
 from multibn.engine.running import pool_running
 from multibn.kernels.reference import as_wide
 from multibn.torch_backend.layer import dtensors
-from multibn.torch_backend.layer.synchronized import Synchronized
+from multibn.torch_backend.layer.base import SyncNormBase
 
 How: TypeAlias = Literal["broadcast", "pool"]
 
@@ -32,7 +32,7 @@ def participants(model: nn.Module, process_group: CommunicatorLike, /) -> Commun
     for module in modules:
         if isinstance(module, DistributedDataParallel):
             return as_communicator(module.process_group)
-    groups = [module.process_group for module in modules if isinstance(module, Synchronized)]
+    groups = [module.process_group for module in modules if isinstance(module, SyncNormBase)]
     return largest_group([*groups, as_communicator()], parameter="process_group")
 
 
@@ -81,7 +81,7 @@ def check_sync(
     options = {
         name: vars(layer.norm_options)
         for name, layer in model.named_modules()
-        if isinstance(layer, Synchronized)
+        if isinstance(layer, SyncNormBase)
     }
     check_equal(arrays, participants(model, process_group), options=options, ignore=ignore)
 

@@ -25,7 +25,7 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
-from multibn.torch_backend.layer.synchronized import LayerOptions  # noqa: E402
+from multibn.torch_backend.layer.base import LayerOptions  # noqa: E402
 
 
 class Renamed(nn.BatchNorm2d):

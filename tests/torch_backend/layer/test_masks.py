@@ -27,7 +27,7 @@ from multibn.torch_backend import (  # noqa: E402
     update_bn_stats,
 )
 
-ALONE = SingleProcess()
+LOCAL = SingleProcess()
 C, L = 3, 7
 LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks
 
@@ -48,7 +48,7 @@ def chosen(x: Tensor, mask: Tensor) -> Tensor:
     return x.movedim(1, -1)[mask]
 
 
-def layer_of(communicator: Any = ALONE, **options: Any) -> SyncBatchNorm:
+def layer_of(communicator: Any = LOCAL, **options: Any) -> SyncBatchNorm:
     layer = SyncBatchNorm(C, process_group=communicator, **options).double()
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([1.5, -0.5, 1.0]))
@@ -118,13 +118,13 @@ def test_torch_func_gives_the_gradients_of_autograd() -> None:
 
 def test_the_function_takes_masks_and_lengths() -> None:
     x, lengths, mask = batch(0)
-    y, statistics = sync_batch_norm(x, process_group=ALONE, mask=mask)
-    expected, plain = sync_batch_norm(chosen(x, mask), process_group=ALONE)
+    y, statistics = sync_batch_norm(x, process_group=LOCAL, mask=mask)
+    expected, plain = sync_batch_norm(chosen(x, mask), process_group=LOCAL)
     assert relative_error(chosen(y, mask), expected) < 1e-11
     assert relative_error(statistics.var, plain.var) < 1e-11
     assert statistics.count == plain.count == sum(LENGTHS[0])
-    assert torch.equal(sync_batch_norm(x, process_group=ALONE, lengths=lengths)[0], y)
-    wrong: Any = {"weighting": "batch", "process_group": ALONE}
+    assert torch.equal(sync_batch_norm(x, process_group=LOCAL, lengths=lengths)[0], y)
+    wrong: Any = {"weighting": "batch", "process_group": LOCAL}
     for options in (wrong, wrong | {"mask": mask}):
         with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'r"):
             sync_batch_norm(x, **options)

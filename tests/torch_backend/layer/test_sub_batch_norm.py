@@ -20,7 +20,7 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm3d,
     step_statistics,
 )
-from multibn.torch_backend.layer.synchronized import has_hooks  # noqa: E402
+from multibn.torch_backend.layer.base import has_hooks  # noqa: E402
 from tests.helpers import slowfast  # noqa: E402
 from tests.helpers.spread import spread  # noqa: E402
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multibn.torch_backend.layer.synchronized import Synchronized
+from multibn.torch_backend.layer.base import SyncNormBase
 from multibn.torch_backend.reversible.engine import drop_scale
 from multibn.torch_backend.reversible.mvit.config import (
     Grid,
@@ -36,7 +36,7 @@ def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
     stays the first axis, so that sub-batch norms split the batch by samples. Any other module gets
     `x` itself.
     """
-    if x.ndim == 2 or not isinstance(norm, (_NormBase, Synchronized)):
+    if x.ndim == 2 or not isinstance(norm, (_NormBase, SyncNormBase)):
         return norm(x)
     flat: Tensor = norm(x.flatten(1, -2).transpose(1, 2))
     return flat.transpose(1, 2).reshape(x.shape)

@@ -20,8 +20,8 @@ from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, data_parallel, dtensors
 
 #: This process alone, known to compiled code.
-ALONE = SingleProcess()
-compiled.register(ALONE)
+LOCAL = SingleProcess()
+compiled.register(LOCAL)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -55,7 +55,7 @@ class LayerOptions(NormOptions):
         check_int("num_splits", self.num_splits)
 
 
-class Synchronized(nn.Module):
+class SyncNormBase(nn.Module):
     """Base class of the layers that share statistics: the ranks, and the options."""
 
     Options: ClassVar[type[LayerOptions]] = LayerOptions
@@ -107,8 +107,8 @@ class Synchronized(nn.Module):
     def alone(self, x: Any) -> Communicator:
         """This process alone, for a batch that no other rank shares: in the layer's name."""
         if compiled.takes(x) or dtensors.among((x, *self.parameters(recurse=False))):
-            return ALONE
-        return self.layer_communicator.over(ALONE)
+            return LOCAL
+        return self.layer_communicator.over(LOCAL)
 
     def extra_repr(self) -> str:
         said = super().extra_repr()
@@ -123,7 +123,7 @@ class Synchronized(nn.Module):
         self.process_group = self.__dict__.pop("layer_communicator")  # a copy has its own name
 
 
-def _options(layer: Synchronized | None) -> dict[str, object]:
+def _options(layer: SyncNormBase | None) -> dict[str, object]:
     return {} if layer is None else vars(layer.norm_options)
 
 
