@@ -18,7 +18,7 @@ from multibn._typing import (
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.step import NormArgs
 from multibn.kernels import reference
-from multibn.torch_backend.convert import derived
+from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import compiled, data_parallel, functional
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, running_of
 from multibn.torch_backend.layer.modules import SyncBatchNorm
@@ -134,7 +134,7 @@ def convert_sync_batchnorm(
         warnings.warn(
             list_obstacles(kept, "layer(s) stay as they are, they share already"), stacklevel=2
         )
-    for layer in map(derived.derive, layers):
+    for layer in map(class_swap.derive, layers):
         layer.configure(layer.own_group if process_group is None else process_group, **options)
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
@@ -198,7 +198,7 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
     layer: Any
     for layer in _find(module, strict, splitting=True):
         if not isinstance(layer, SyncBatchNorm):
-            derived.derive(layer).configure(LOCAL)
+            class_swap.derive(layer).configure(LOCAL)
         layer.process_group, layer._num_splits = LOCAL, num_splits
     return module
 
@@ -268,7 +268,7 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
         elif why := _cannot_revert(part):
             obstacles[path] = f"{_name(part)}: {why}"
         else:
-            derived.restore(part, part.converted_from or BatchNorm)
+            class_swap.restore(part, part.converted_from or BatchNorm)
     if obstacles:
         warnings.warn(
             list_obstacles(obstacles, "layer(s) stay as they are, they stay synchronized"),
@@ -301,7 +301,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         return None
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
-    if taken := [name for name in derived.NAMES if hasattr(layer, name)]:
+    if taken := [name for name in class_swap.NAMES if hasattr(layer, name)]:
         return (
             f"it has an attribute {taken[0]!r}, a name of SyncBatchNorm's own. Rename the attribute"
         )
