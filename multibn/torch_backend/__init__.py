@@ -1,11 +1,11 @@
 """PyTorch layers whose batch statistics are shared between processes."""
 
 from multibn.torch_backend import _least_torch  # noqa: F401  before all others
-from multibn.torch_backend.convert.config import get_norm as get_norm
 from multibn.torch_backend.convert.convert import BatchNorm as BatchNorm
 from multibn.torch_backend.convert.convert import convert_sub_batchnorm as convert_sub_batchnorm
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm as convert_sync_batchnorm
 from multibn.torch_backend.convert.convert import revert_sync_batchnorm as revert_sync_batchnorm
+from multibn.torch_backend.convert.slowfast import get_norm as get_norm
 from multibn.torch_backend.layer.functional import sync_batch_norm as sync_batch_norm
 from multibn.torch_backend.layer.micro_batches import step_statistics as step_statistics
 from multibn.torch_backend.layer.modules import SyncBatchNorm as SyncBatchNorm
