@@ -20,7 +20,7 @@ from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm2d as SubBatc
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
 from multibn.torch_backend.precise_bn import update_bn_stats as update_bn_stats
 from multibn.torch_backend.train.checkpointing import checkpoint_contexts as checkpoint_contexts
+from multibn.torch_backend.train.join import join as join
 from multibn.torch_backend.train.synchrony import average_gradients as average_gradients
 from multibn.torch_backend.train.synchrony import check_sync as check_sync
 from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats
-from multibn.torch_backend.train.uneven import join as join

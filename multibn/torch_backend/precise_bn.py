@@ -32,8 +32,8 @@ from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.autograd import without_autocast
 from multibn.torch_backend.layer.base import SyncNormBase
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
+from multibn.torch_backend.train.join import tensors_in
 from multibn.torch_backend.train.synchrony import participants
-from multibn.torch_backend.train.uneven import tensors_in
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 

@@ -20,7 +20,7 @@ from torch import nn  # noqa: E402
 from torch.nn.utils.rnn import pack_sequence  # noqa: E402
 
 from multibn.torch_backend import join  # noqa: E402
-from multibn.torch_backend.train.uneven import Joined  # noqa: E402
+from multibn.torch_backend.train.join import Joined  # noqa: E402
 
 
 def test_each_step_has_a_batch_and_the_amount() -> None:
