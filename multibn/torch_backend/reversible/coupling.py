@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from multibn.torch_backend.reversible.half import Half
+from multibn.torch_backend.reversible.half_block import Half
 
 _REASON = (
     "reversible blocks recompute their activations outside of compiled graphs. Compile without "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multibn._typing import check_choice, check_number
-from multibn.torch_backend.reversible.half import Half
+from multibn.torch_backend.reversible.half_block import Half
 
 Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 Block: TypeAlias = tuple[nn.Module, nn.Module]
