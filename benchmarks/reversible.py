@@ -9,7 +9,7 @@ from benchmarks.worker import Measured
 from multibn import Communicator
 from multibn.check.timing import Step, take_turns
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig
-from multibn.torch_backend.reversible.engine import Mode
+from multibn.torch_backend.reversible.sequence import Mode
 
 DATA = Path(__file__).parents[1] / "tests/data"
 

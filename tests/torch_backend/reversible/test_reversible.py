@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts  # noqa: E402
 from multibn.torch_backend.reversible import ReversibleSequence  # noqa: E402
-from multibn.torch_backend.reversible.engine import Mode  # noqa: E402
+from multibn.torch_backend.reversible.sequence import Mode  # noqa: E402
 from tests.helpers.memory import count_saved  # noqa: E402
 
 MODES: tuple[Mode, ...] = ("stored", "reversible")

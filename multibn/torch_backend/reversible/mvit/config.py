@@ -12,7 +12,7 @@ from torch import nn
 
 from multibn._typing import check_choice, check_int, check_ints, check_number
 from multibn.torch_backend.layer.modules import SyncBatchNorm
-from multibn.torch_backend.reversible.engine import Mode
+from multibn.torch_backend.reversible.sequence import Mode
 
 Role = Literal["block", "pool", "residual", "fuse", "stem", "final"]
 NormFactory = Callable[[int, Role], nn.Module]

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from multibn.torch_backend.reversible.engine import ReversibleSequence
 from multibn.torch_backend.reversible.mvit.config import Grid, RevMViTConfig, patch_grid, plan
 from multibn.torch_backend.reversible.mvit.layers import (
     ReversibleBlock,
@@ -16,6 +15,7 @@ from multibn.torch_backend.reversible.mvit.layers import (
     TwoStreamFusion,
     normalize_last_axis,
 )
+from multibn.torch_backend.reversible.sequence import ReversibleSequence
 
 
 class ReversibleMViT(ReversibleSequence):
