@@ -7,10 +7,10 @@ from multibn.chainer_backend import compat
 
 compat.make_importable()
 
+from multibn.chainer_backend.check_sync import check_sync as check_sync
 from multibn.chainer_backend.convert import create_mnbn_model as create_mnbn_model
 from multibn.chainer_backend.extensions import (
     FinetunePopulationStatistics as FinetunePopulationStatistics,
 )
 from multibn.chainer_backend.links import MultiNodeBatchNormalization as MultiNodeBatchNormalization
 from multibn.chainer_backend.links import step_statistics as step_statistics
-from multibn.chainer_backend.synchrony import check_sync as check_sync

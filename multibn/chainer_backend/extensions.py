@@ -19,9 +19,9 @@ from chainer.dataset import concat_examples
 
 from multibn._typing import list_obstacles
 from multibn.chainer_backend import functions
+from multibn.chainer_backend.check_sync import participants
 from multibn.chainer_backend.convert import others
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
-from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.engine.precise import Pass, Population, input_of
 
