@@ -65,7 +65,7 @@ class BlockAllreduce:
                 parts[:] = sent.astype(parts.dtype)
 
 
-class Side:
+class PrivateGloo:
     """A gloo group of some of a group's ranks, for messages of multibn's alone.
 
     The interfaces and the encryption are those that torch's environment variables say. The `store`

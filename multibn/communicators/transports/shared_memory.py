@@ -43,7 +43,7 @@ _NUMBERS = 2**20
 _TRIAL = 2**16  # bytes that must be had before the others are told of the memory
 
 
-class Machine:
+class SharedMemory:
     """Memory of a group whose ranks are all on one machine, as the first line finds out.
 
     The ranks meet in a part of torch.distributed's store, which is used by this group alone.
@@ -204,7 +204,7 @@ class SharedAllreduce:
     def __init__(
         self,
         number: int,
-        machine: Machine,
+        machine: SharedMemory,
         gate: HostArray,
         slots: HostArray,
         buffer: HostArray | None,

@@ -158,7 +158,7 @@ def _key(number: int) -> str:
     return f"notice {number}"
 
 
-class _Messenger:
+class _StoreThread:
     """A thread that asks stores: one beyond a broken network gives no answer, without a deadline.
 
     The thread lives as long as the process. While the interpreter ends, Python starts no thread
@@ -198,8 +198,8 @@ class _Messenger:
 
 
 @cache
-def _messenger() -> _Messenger:
-    return _Messenger()
+def _messenger() -> _StoreThread:
+    return _StoreThread()
 
 
 # A fork has no thread of its parent's, and may make a group of its own.

@@ -23,8 +23,8 @@ from multibn.communicators.channel import (
 from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll
-from multibn.communicators.transports.gloo import BlockAllreduce, Side, in_group
-from multibn.communicators.transports.shared_memory import SMALL, Machine
+from multibn.communicators.transports.gloo import BlockAllreduce, PrivateGloo, in_group
+from multibn.communicators.transports.shared_memory import SMALL, SharedMemory
 from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
 from multibn.communicators.watchdog import GroupInfo, Status
 
@@ -205,8 +205,8 @@ class _Transport(Transport):
         key = f"{name}/{_world()._names[name]}"
         self.known = GroupInfo(key, ranks, meetings.find_ended, meetings)
         self.board: StoreStatusBoard | None = None
-        self._machine: Machine | None = None
-        self._side: Side | None = None
+        self._machine: SharedMemory | None = None
+        self._side: PrivateGloo | None = None
 
     def open_allreduce(
         self, number: int, buffer: HostArray | None
@@ -214,8 +214,8 @@ class _Transport(Transport):
         if self._machine is None or self._side is None:
             store = yield from meet(self._store, self.rank, self.size)
             self.board = StoreStatusBoard(store, self.rank)
-            self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
-            self._side = Side(dist.PrefixStore("side", store), self.rank, self.size)
+            self._machine = SharedMemory(dist.PrefixStore("machine", store), self.rank, self.size)
+            self._side = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
         # A network that works for NCCL need not work for gloo.
         if "cpu" not in self._backends or not dist.is_gloo_available():
             return BlockAllreduce(number, self.size, in_group(self._group, self._device()))

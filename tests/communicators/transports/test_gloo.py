@@ -18,23 +18,23 @@ import torch.distributed as dist  # noqa: E402
 
 from multibn.communicators.channel import Allreduce  # noqa: E402
 from multibn.communicators.polling import chain  # noqa: E402
-from multibn.communicators.transports.gloo import Side  # noqa: E402
+from multibn.communicators.transports.gloo import PrivateGloo  # noqa: E402
 
 SECONDS = 60.0
 
 
-def _opened(side: Side, number: int) -> Allreduce:
+def _opened(side: PrivateGloo, number: int) -> Allreduce:
     opened: list[Allreduce] = []
     assert chain(side.open_allreduce(number), opened.append)(SECONDS)
     return opened[0]
 
 
-def _on_ranks(size: int, work: Callable[[Side, int], Any]) -> list[Any]:
+def _on_ranks(size: int, work: Callable[[PrivateGloo, int], Any]) -> list[Any]:
     """What `work(side, rank)` returns on each rank."""
     store = dist.HashStore()
 
     def run(world: ThreadCommunicator) -> Any:
-        side = Side(store, world.rank, size)
+        side = PrivateGloo(store, world.rank, size)
         result = work(side, world.rank)
         world._exchange(None)
         side.close(failed=False)
@@ -56,7 +56,7 @@ def _on_ranks(size: int, work: Callable[[Side, int], Any]) -> list[Any]:
 def test_unlike_messages_never_meet(unlike: list[tuple[int, Any]]) -> None:
     """Gloo itself would end the process; the arrays stay as they are."""
 
-    def work(side: Side, rank: int) -> list[bool]:
+    def work(side: PrivateGloo, rank: int) -> list[bool]:
         number, a = unlike[rank]
         before = a.copy()
         done = _opened(side, number).begin(a)
@@ -70,7 +70,7 @@ def test_unlike_messages_never_meet(unlike: list[tuple[int, Any]]) -> None:
 def test_a_wait_has_a_deadline_and_can_be_repeated() -> None:
     came = threading.Event()
 
-    def work(side: Side, rank: int) -> float:
+    def work(side: PrivateGloo, rank: int) -> float:
         line, a = _opened(side, 0), np.ones(600)
         if rank == 1:
             came.wait(SECONDS)
@@ -92,7 +92,7 @@ def test_after_a_failure_alone_the_group_is_kept_for_ever(failed: bool) -> None:
     """Gloo would wait for the message under way, and the process could not end."""
     references = []
 
-    def work(side: Side, rank: int) -> None:
+    def work(side: PrivateGloo, rank: int) -> None:
         done = _opened(side, 0).begin(np.ones(1))
         assert done(SECONDS)
         group = side._group
@@ -106,7 +106,7 @@ def test_after_a_failure_alone_the_group_is_kept_for_ever(failed: bool) -> None:
 
 
 def test_numbers_that_gloo_does_not_sum_are_refused() -> None:
-    def work(side: Side, rank: int) -> None:
+    def work(side: PrivateGloo, rank: int) -> None:
         done = _opened(side, 0).begin(np.array([0.5], np.longdouble))
         with pytest.raises(TypeError, match=r"Cannot cast array data from dtype..float128"):
             done(SECONDS)
@@ -115,6 +115,6 @@ def test_numbers_that_gloo_does_not_sum_are_refused() -> None:
 
 
 def test_a_connection_that_fails_is_an_error() -> None:
-    side = Side(dist.HashStore(), 2, 2)  # a rank that cannot be
+    side = PrivateGloo(dist.HashStore(), 2, 2)  # a rank that cannot be
     with pytest.raises(RuntimeError, match="no connection over gloo: "):
         _opened(side, 0)

@@ -19,7 +19,7 @@ import pytest
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import chain
 from multibn.communicators.transports import shared_memory
-from multibn.communicators.transports.shared_memory import Machine
+from multibn.communicators.transports.shared_memory import SharedMemory
 from multibn.communicators.watchdog import RankLostError
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -32,19 +32,19 @@ if shared_memory.why_not() is not None:
     pytest.skip(str(shared_memory.why_not()), allow_module_level=True)
 
 
-def _open(machine: Machine, number: int, buffer: HostArray | None = None) -> Any:
+def _open(machine: SharedMemory, number: int, buffer: HostArray | None = None) -> Any:
     opened: list[Any] = []
     assert chain(machine.open_allreduce(number, buffer), opened.append)(10.0)
     return opened[0]
 
 
-def _on_ranks(size: int, function: Callable[[Machine], Any]) -> list[Any]:
+def _on_ranks(size: int, function: Callable[[SharedMemory], Any]) -> list[Any]:
     """What the function returns on each rank."""
     store = dist.HashStore()
 
     def run(world: ThreadCommunicator) -> Any:
         _here.rank = world.rank
-        machine = Machine(store, world.rank, size)
+        machine = SharedMemory(store, world.rank, size)
         result = function(machine)
         world._exchange(None)
         return result
@@ -66,7 +66,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5), (516,), (517,))
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_have_the_bits_of_a_sum_in_the_order_of_the_ranks(size: int) -> None:
-    def sums(machine: Machine) -> list[HostArray]:
+    def sums(machine: SharedMemory) -> list[HostArray]:
         everything, buffer = _open(machine, 0), np.zeros(516)
         widths = _open(machine, 516, buffer)
         results = []
@@ -98,7 +98,7 @@ def test_memory_goes_when_nobody_has_the_lines() -> None:
     before = _descriptors(), _maps()
 
     def use(world: ThreadCommunicator) -> tuple[int, int] | None:
-        machine = Machine(store, world.rank, 2)
+        machine = SharedMemory(store, world.rank, 2)
         lines = [_open(machine, number, np.zeros(max(number, 8))) for number in range(100)]
         world._exchange(None)
         counted = (_descriptors(), _maps()) if world.rank == 0 else None
@@ -161,7 +161,7 @@ def test_no_line_is_opened_where_memory_cannot_be_shared(
 
 
 def test_ranks_that_open_different_lines_do_not_meet() -> None:
-    def opened(machine: Machine) -> bool:
+    def opened(machine: SharedMemory) -> bool:
         done = chain(machine.open_allreduce(8 + machine.rank, np.zeros(16)))
         return done(1.0) or done(0.1)
 
@@ -174,7 +174,7 @@ def test_unlike_arrays_are_not_added() -> None:
         [np.ones(4), np.ones(4, np.float32)],
     ]
 
-    def sums(machine: Machine) -> list[bool]:
+    def sums(machine: SharedMemory) -> list[bool]:
         results = []
         for number, unlike in enumerate(arrays):
             done = _open(machine, number).begin(unlike[machine.rank])
@@ -188,7 +188,7 @@ def test_a_process_that_ended_is_noticed() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
 
-    def lose(machine: Machine) -> str:
+    def lose(machine: SharedMemory) -> str:
         line, a = _open(machine, 8, np.zeros(8)), np.zeros(8)
         machine._pids[1] = ended.pid
         if machine.rank == 1:
@@ -210,7 +210,7 @@ def test_a_process_that_ends_while_the_ranks_meet_is_noticed() -> None:
         store = dist.HashStore()
         store.set("rank 1", json.dumps([opened, space, ended.pid]))
         store.add("number of ranks", 1)
-        machine = Machine(store, 0, 2)
+        machine = SharedMemory(store, 0, 2)
         if noticed:
             with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
                 _open(machine, 0)
@@ -219,7 +219,7 @@ def test_a_process_that_ends_while_the_ranks_meet_is_noticed() -> None:
 
 
 def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
-    def leave(machine: Machine) -> list[float]:
+    def leave(machine: SharedMemory) -> list[float]:
         line = _open(machine, 0)
         a, b = np.ones((2, 1))
         done = line.begin(a)
