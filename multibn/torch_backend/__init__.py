@@ -7,7 +7,6 @@ from multibn.torch_backend.convert.convert import convert_sync_batchnorm as conv
 from multibn.torch_backend.convert.convert import revert_sync_batchnorm as revert_sync_batchnorm
 from multibn.torch_backend.convert.slowfast import get_norm as get_norm
 from multibn.torch_backend.layer.functional import sync_batch_norm as sync_batch_norm
-from multibn.torch_backend.layer.micro_batches import step_statistics as step_statistics
 from multibn.torch_backend.layer.modules import SyncBatchNorm as SyncBatchNorm
 from multibn.torch_backend.layer.modules import SyncBatchNorm1d as SyncBatchNorm1d
 from multibn.torch_backend.layer.modules import SyncBatchNorm2d as SyncBatchNorm2d
@@ -15,6 +14,7 @@ from multibn.torch_backend.layer.modules import SyncBatchNorm3d as SyncBatchNorm
 from multibn.torch_backend.layer.naive import NaiveSyncBatchNorm1d as NaiveSyncBatchNorm1d
 from multibn.torch_backend.layer.naive import NaiveSyncBatchNorm2d as NaiveSyncBatchNorm2d
 from multibn.torch_backend.layer.naive import NaiveSyncBatchNorm3d as NaiveSyncBatchNorm3d
+from multibn.torch_backend.layer.step_statistics import step_statistics as step_statistics
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d

@@ -18,7 +18,7 @@ from multibn.torch_backend.layer.base import (
     SyncNormBase,
     running_of,
 )
-from multibn.torch_backend.layer.micro_batches import step_statistics
+from multibn.torch_backend.layer.step_statistics import step_statistics
 
 
 def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
