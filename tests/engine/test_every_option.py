@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn import chainer_backend as cb  # noqa: E402
 from multibn import torch_backend as tb  # noqa: E402
-from tests.torch_backend.convert.test_derived import Activated, Copied  # noqa: E402
+from tests.torch_backend.convert.test_class_swap import Activated, Copied  # noqa: E402
 
 import chainer  # noqa: E402  isort: skip  (the backend makes it importable)
 

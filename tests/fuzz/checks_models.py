@@ -14,7 +14,7 @@ import torch
 
 from multibn.communicators import Communicator
 from multibn.torch_backend import SyncBatchNorm
-from tests.communicators.checks_built import _numbers_restored
+from tests.communicators.checks_handshake import _numbers_restored
 from tests.fuzz.calls import CALLS
 from tests.harness.runs import on
 

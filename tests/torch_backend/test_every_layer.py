@@ -37,7 +37,7 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
     step_statistics,
 )
-from tests.torch_backend.convert.test_derived import Activated, Copied  # noqa: E402
+from tests.torch_backend.convert.test_class_swap import Activated, Copied  # noqa: E402
 
 C, L = 3, 5
 LOCAL = SingleProcess()
