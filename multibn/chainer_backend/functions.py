@@ -20,8 +20,8 @@ from multibn.engine.step import Gradient, NormArgs
 from multibn.kernels import reference
 
 
-def normalize(i: NormArgs, communicator: Communicator, /, *, weighting: Weighting) -> Variable:
-    """`i.x` normalized by the whole batch; moves `i.running` in place.
+def normalize(args: NormArgs, communicator: Communicator, /, *, weighting: Weighting) -> Variable:
+    """`args.x` normalized by the whole batch; moves `args.running` in place.
 
     Collective, as its backward pass.
     """
@@ -30,8 +30,8 @@ def normalize(i: NormArgs, communicator: Communicator, /, *, weighting: Weightin
             "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
             "those of the first batch. Remove the decorator, which may stay for evaluation."
         )
-    function = BatchNormalization(i, communicator, weighting)
-    arrays = [getattr(i, name) for name in function.names]
+    function = BatchNormalization(args, communicator, weighting)
+    arrays = [getattr(args, name) for name in function.names]
     function.needed = chainer.config.enable_backprop and any(
         getattr(v, "requires_grad", False) for v in arrays
     )
@@ -98,13 +98,13 @@ class BatchNormalization(FunctionNode):
     batch: BatchStatistics
     needed = True  # whether a backward pass may follow
 
-    def __init__(self, i: NormArgs, communicator: Communicator, weighting: Weighting) -> None:
+    def __init__(self, args: NormArgs, communicator: Communicator, weighting: Weighting) -> None:
         super().__init__()
         self.communicator, self._weighting = communicator, weighting
-        # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
-        self.input = i._replace(x=None, weight=None, bias=None, residual=None)
-        self.names = [name for name in _INPUTS if getattr(i, name) is not None]
-        self.eps = i.eps  # read by onnx_chainer, as `axis`
+        # Not `args` itself: of the arrays, Chainer keeps those that the backward pass needs.
+        self.input = args._replace(x=None, weight=None, bias=None, residual=None)
+        self.names = [name for name in _INPUTS if getattr(args, name) is not None]
+        self.eps = args.eps  # read by onnx_chainer, as `axis`
 
     @property
     def axis(self) -> tuple[int, ...]:
@@ -120,11 +120,11 @@ class BatchNormalization(FunctionNode):
         self.retain_inputs([k for k, name in enumerate(self.names) if name != "residual"])
         if self.input.relu:
             self.retain_outputs((0,))
-        i = self._filled(inputs)
-        running: Any = getattr(i.running, "running", i.running)  # of a pool
+        args = self._filled(inputs)
+        running: Any = getattr(args.running, "running", args.running)  # of a pool
         facts = self.needed, running is not None and running.momentum is None  # finetune=True
-        communicator = during(self.communicator, "forward", i.x.dtype, *facts)
-        y, self.batch = step.forward(i, communicator, weighting=self._weighting)
+        communicator = during(self.communicator, "forward", args.x.dtype, *facts)
+        y, self.batch = step.forward(args, communicator, weighting=self._weighting)
         # The graph need not keep running statistics.
         self.input = self.input._replace(running=None)
         return (y,)
@@ -146,24 +146,24 @@ class BatchNormalization(FunctionNode):
         if chainer.is_debug():
             counted = reference.masked(dy, self.input.mask)
             raise_for_nan_gradients(self.communicator, bool((counted != counted).any()))
-        i = self._filled([*map(chainer.as_array, inputs)])
+        args = self._filled([*map(chainer.as_array, inputs)])
         has_residual = "residual" in self.names
         # Without a residual, `x` has the signs.
-        g = Gradient(dy, i, self.batch, y if has_residual else None)
+        g = Gradient(dy, args, self.batch, y if has_residual else None)
         dx, dresidual, *parameters = step.backward(g, self.communicator, means=True)
         if has_residual and dresidual is None:
             dresidual = reference.residual_gradient(g)
         gradients = [v for v in (dx, *parameters, dresidual) if v is not None]
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
-    def _differentiable_gradients(self, i: NormArgs, dy: Variable) -> list[Variable]:
+    def _differentiable_gradients(self, args: NormArgs, dy: Variable) -> list[Variable]:
         """Gradients of x and the parameters, by functions that Chainer can differentiate.
 
         For second derivatives: the analytic pass needs less time and memory. The ranks share sums;
         the derivative of such a sum is one more sum over the ranks. `dy` is the gradient of the
         residual: 0 where the mask is False, or a ReLU gave 0.
         """
-        x, gamma, beta, eps, axis = i.x, i.weight, i.bias, i.eps, i.axis
+        x, gamma, beta, eps, axis = args.x, args.weight, args.bias, args.eps, args.axis
         size = self.communicator.size
         broadcastable = tuple(1 if k in axis else n for k, n in enumerate(x.shape))
 
@@ -175,15 +175,15 @@ class BatchNormalization(FunctionNode):
 
         e = float(self.batch.element_weight)
         # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
-        d = masked(F.cast(x, np.float64) - per_channel(self.batch.mean), i.mask)
+        d = masked(F.cast(x, np.float64) - per_channel(self.batch.mean), args.mask)
         # All ranks hold the same gamma, so that its mean changes nothing but the gradients.
         shared = [] if gamma is None else [F.cast(gamma, np.float64) / size]
         mean, meansqr, *shared = sums(F.sum(e * d, axis), F.sum(e * d * d, axis), *shared)
         invstd = (meansqr - mean * mean + eps) ** -0.5
-        xhat = masked((d - per_channel(mean)) * per_channel(invstd), i.mask)
+        xhat = masked((d - per_channel(mean)) * per_channel(invstd), args.mask)
         dy = F.cast(dy, np.float64)
         sum_dy, sum_dy_xhat = sums(F.sum(dy, axis), F.sum(dy * xhat, axis))
-        dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), i.mask)
+        dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), args.mask)
         for scale in (invstd, *shared):
             dx = dx * per_channel(scale)
         found = [F.cast(dx, x.dtype)]

@@ -253,10 +253,10 @@ class MultiNodeBatchNormalization(chainer.Link):
         options = {"residual": residual, "mask": mask, "lengths": lengths}
         channels = self.avg_mean.shape
         axis, mask = functions.check_input(x, channels, self.axis, communicator, **options)
-        i = NormArgs(x, self.gamma, self.beta, self.eps, axis, self.fuse_relu, mask, residual)
-        return self._train(i, finetune) if chainer.config.train else self._evaluate(i)
+        args = NormArgs(x, self.gamma, self.beta, self.eps, axis, self.fuse_relu, mask, residual)
+        return self._train(args, finetune) if chainer.config.train else self._evaluate(args)
 
-    def _train(self, i: NormArgs, finetune: bool) -> chainer.Variable:
+    def _train(self, args: NormArgs, finetune: bool) -> chainer.Variable:
         momentum = None if finetune else 1.0 - self.decay
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention
@@ -266,20 +266,20 @@ class MultiNodeBatchNormalization(chainer.Link):
             steps[self] = moved = steps[self] or StepAccumulator(self.avg_mean)
             moved.running = running
         if not chainer.config.in_recomputing:  # by F.forget
-            i = i._replace(running=moved)
-        y = functions.normalize(i, self.layer_communicator, weighting=self.weighting)
+            args = args._replace(running=moved)
+        y = functions.normalize(args, self.layer_communicator, weighting=self.weighting)
         if moved is running:
             self.count(running)
         return y
 
-    def _evaluate(self, i: NormArgs) -> chainer.Variable:
+    def _evaluate(self, args: NormArgs) -> chainer.Variable:
         mean, var = self.avg_mean, self.avg_var
         gamma = self.xp.ones_like(mean) if self.gamma is None else self.gamma
         beta = self.xp.zeros_like(mean) if self.beta is None else self.beta
-        x = masked(i.x, i.mask)
-        y = F.fixed_batch_normalization(x, gamma, beta, mean, var, i.eps, i.axis)
-        y = y if i.residual is None else y + i.residual
-        return masked(F.relu(y) if i.relu else y, i.mask)
+        x = masked(args.x, args.mask)
+        y = F.fixed_batch_normalization(x, gamma, beta, mean, var, args.eps, args.axis)
+        y = y if args.residual is None else y + args.residual
+        return masked(F.relu(y) if args.relu else y, args.mask)
 
     def start_finetuning(self) -> None:
         """Set `N` to 0; call it before each fine-tuning but the first."""

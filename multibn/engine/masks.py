@@ -73,22 +73,22 @@ _MASKED_OUT = 2.0**-1000
 
 
 def weigh(
-    i: NormArgs, count: float, weighting: Weighting, /
+    args: NormArgs, count: float, weighting: Weighting, /
 ) -> tuple[float | Array, float | Array]:
     """The weight of this rank, and its elements per channel, which are `count` without a mask.
 
     Numbers, or arrays of a mask on a GPU. A sample without an element that counts is no sample.
     """
-    samples: Any = i.x.shape[i.axis[0]]
-    if i.mask is None:
+    samples: Any = args.x.shape[args.axis[0]]
+    if args.mask is None:
         return rank_weight(count, samples, weighting), count
-    xp = array_namespace(i.mask)
-    counted = xp.count_nonzero(i.mask)
+    xp = array_namespace(args.mask)
+    counted = xp.count_nonzero(args.mask)
     if weighting != "element":  # the only weighting known not to read the samples, and the default
-        others = tuple(k for k in range(i.mask.ndim) if k != i.axis[0])
-        samples = xp.count_nonzero(xp.any(i.mask, axis=others))
+        others = tuple(k for k in range(args.mask.ndim) if k != args.axis[0])
+        samples = xp.count_nonzero(xp.any(args.mask, axis=others))
     numbers: Any = reference.as_wide
-    if is_on_host(i.mask) and not is_abstract(i.mask):
+    if is_on_host(args.mask) and not is_abstract(args.mask):
         numbers = float
     counted, samples = (numbers(n) if hasattr(n, "dtype") else n for n in (counted, samples))
     weight = rank_weight(counted, samples, weighting)

@@ -57,12 +57,12 @@ class observing(Taping):  # noqa: N801
     ('SyncBatchNorm', tensor([1.], dtype=torch.float64), 2.0)
     """
 
-    def keep(self, batch: BatchStatistics, i: NormArgs | None, communicator: Any) -> None:
-        if i is None:
+    def keep(self, batch: BatchStatistics, args: NormArgs | None, communicator: Any) -> None:
+        if args is None:
             return
         layer = layer_of(communicator)
-        _, n = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
-        mean, var = reference.local_moments(i.x, i.axis, i.mask, n)
+        _, n = masks.weigh(args, sizes(args.x.shape, args.axis)[1], "element")
+        mean, var = reference.local_moments(args.x, args.axis, args.mask, n)
         count = 0 * batch.count + n
         own = BatchStatistics(mean, var, count, count / reference.at_least_one(count) ** 2)
         # Copies: the backward pass reads the layer's own.

@@ -60,14 +60,14 @@ class Pass(Taping):
         """Note a function, to be called in each step for which this rank has no batch."""
         self._visits.append(visit)
 
-    def keep(self, batch: BatchStatistics, i: Any, communicator: Any) -> None:
+    def keep(self, batch: BatchStatistics, args: Any, communicator: Any) -> None:
         """Add the input of a layer's message, unless the layer has skipped the batch."""
-        if i is None:  # the pass runs again, without messages
+        if args is None:  # the pass runs again, without messages
             return
         if communicator.size > 1:
-            shape = tuple(0 if k == i.axis[0] else n for k, n in enumerate(i.x.shape))
-            x = array_namespace(i.x).empty(shape, dtype=i.x.dtype, device=device(i.x))
-            empty = i._replace(x=x, mask=None, residual=None, running=None)
+            shape = tuple(0 if k == args.axis[0] else n for k, n in enumerate(args.x.shape))
+            x = array_namespace(args.x).empty(shape, dtype=args.x.dtype, device=device(args.x))
+            empty = args._replace(x=x, mask=None, residual=None, running=None)
             needed = is_recording()  # as layers without gradients say
             message = partial(layer_forward, weighting="element", needs_gradient=needed)
             self.repeat(partial(message, empty, communicator))
@@ -79,10 +79,10 @@ class Pass(Taping):
         is_skipped = xp.any(xp.isnan(batch.mean))
         if is_on_host(batch.mean) and is_skipped:  # alike on all ranks, whose estimators may talk
             return
-        channel_axes = [k for k in range(i.x.ndim) if k not in i.axis]
+        channel_axes = [k for k in range(args.x.ndim) if k not in args.axis]
         num_splits = batch.mean.ndim - len(layer.estimator.shape)  # axes of a batch's splits
-        axis = reduced_axes(i.x.ndim, channel_axes[num_splits:])
-        sums = layer.estimator.sums_of(i.x, axis=axis, mask=i.mask)
+        axis = reduced_axes(args.x.ndim, channel_axes[num_splits:])
+        sums = layer.estimator.sums_of(args.x, axis=axis, mask=args.mask)
         layer.estimator.add(xp.where(is_skipped, xp.zeros_like(sums), sums))
 
     def run(

@@ -32,7 +32,7 @@ class Taping:
     def __exit__(self, *exception: object) -> None:
         state.stack.remove(self)
 
-    def keep(self, batch: BatchStatistics, i: NormArgs | None, communicator: Any) -> None:
+    def keep(self, batch: BatchStatistics, args: NormArgs | None, communicator: Any) -> None:
         """Put the statistics of an input on the tape."""
         self.tape.append(batch)
 
@@ -130,7 +130,7 @@ def replayed(channels: tuple[int, ...]) -> BatchStatistics | None:
     return None
 
 
-def record(batch: BatchStatistics, i: NormArgs | None = None, communicator: Any = None) -> None:
+def record(batch: BatchStatistics, args: NormArgs | None = None, communicator: Any = None) -> None:
     """Put statistics on all tapes that record inside of the innermost replay, if any.
 
     Without an input they are of a pass that runs again.
@@ -138,7 +138,7 @@ def record(batch: BatchStatistics, i: NormArgs | None = None, communicator: Any 
     for current in reversed(state.stack):
         if isinstance(current, replaying):
             break
-        current.keep(batch, i, communicator)
+        current.keep(batch, args, communicator)
 
 
 class _State(threading.local):

@@ -104,9 +104,9 @@ class PopulationEstimator:
 
     def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
         """The share of one batch: an activation, with moments over `axis`, and its mask."""
-        i = NormArgs(x, None, None, 0.0, axis, mask=mask)
-        _, count = masks.weigh(i, sizes(x.shape, axis)[1], "element")
-        return kernels.select(x).begin_forward(i, count, count)
+        args = NormArgs(x, None, None, 0.0, axis, mask=mask)
+        _, count = masks.weigh(args, sizes(x.shape, axis)[1], "element")
+        return kernels.select(x).begin_forward(args, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
         """Statistics of all batches of all ranks; the variance is biased.

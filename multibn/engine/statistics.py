@@ -104,9 +104,9 @@ def local_moments(
     if mask is not None and (form != expected or kind != xp.bool):
         raise ValueError(f"`mask` must have shape {expected} and dtype bool: got {form}, {kind}.")
     shape, count, *_ = sizes(x.shape, axis)
-    i = NormArgs(x, None, None, 0.0, axis, mask=mask)
-    _, count = masks.weigh(i, count, "element")
-    payload = kernels.select(x).begin_forward(i, 1.0, count)
+    args = NormArgs(x, None, None, 0.0, axis, mask=mask)
+    _, count = masks.weigh(args, count, "element")
+    payload = kernels.select(x).begin_forward(args, 1.0, count)
     mean, meansqr = reference.split_sums(payload, shape)
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
@@ -162,8 +162,8 @@ def total(
     """The statistics of all ranks' payloads, see `multibn.wire`. Collective."""
     summed, xp = communicator.allreduce(payload), array_namespace(payload)
     sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # the kernels normalize, too
-    i = NormArgs(sample, None, None, 1.0, (0,))
-    _, batch, state = kernels.select(payload).finish_forward(i, summed, weight, count)
+    args = NormArgs(sample, None, None, 1.0, (0,))
+    _, batch, state = kernels.select(payload).finish_forward(args, summed, weight, count)
     if state in (REFUSED, NOT_FINITE):
         raise_for(state, communicator, summed, summed)
     return batch

@@ -25,7 +25,7 @@ Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | N
 
 
 def forward(
-    i: NormArgs,
+    args: NormArgs,
     communicator: Communicator,
     /,
     *,
@@ -43,22 +43,22 @@ def forward(
     Raises as `statistics.aggregate`, and OneValueError, a ValueError, on every rank, if the ranks
     hold one value per channel together.
     """
-    verbs = verbs or kernels.select(i.x)
+    verbs = verbs or kernels.select(args.x)
     recomputes = bool(recompute.state.stack)
     if recomputes:
-        batch = recompute.replayed(statistics.channels(i.x.shape, i.axis))
+        batch = recompute.replayed(statistics.channels(args.x.shape, args.axis))
         if batch is not None:
-            return verbs.normalize(i, batch), batch
+            return verbs.normalize(args, batch), batch
     y, batch = share(
-        i, communicator, weighting=weighting, verbs=verbs, needs_gradient=needs_gradient
+        args, communicator, weighting=weighting, verbs=verbs, needs_gradient=needs_gradient
     )
     if recomputes:
-        recompute.record(batch, i, communicator)
+        recompute.record(batch, args, communicator)
     return y, batch
 
 
 def share(
-    i: NormArgs,
+    args: NormArgs,
     communicator: Communicator,
     /,
     *,
@@ -68,39 +68,39 @@ def share(
     needs_gradient: bool = True,
 ) -> tuple[Any, BatchStatistics]:
     """As `forward`, and of no concern to `recompute`."""
-    _, count, length, _ = statistics.sizes(i.x.shape, i.axis)
+    _, count, length, _ = statistics.sizes(args.x.shape, args.axis)
     weight: Any = count
-    if i.mask is not None or weighting != "element":
-        weight, count = masks.weigh(i, count, weighting)
-    during, memory, mark = _message(communicator, phase, i.x, length, needs_gradient)
-    summed = during.allreduce(verbs.begin_forward(i, weight, count, mark, out=memory))
-    pool = i.running if type(i.running) is StepAccumulator else None
-    moving = i if pool is None else i._replace(running=None)
+    if args.mask is not None or weighting != "element":
+        weight, count = masks.weigh(args, count, weighting)
+    during, memory, mark = _message(communicator, phase, args.x, length, needs_gradient)
+    summed = during.allreduce(verbs.begin_forward(args, weight, count, mark, out=memory))
+    pool = args.running if type(args.running) is StepAccumulator else None
+    moving = args if pool is None else args._replace(running=None)
     y, batch, state = verbs.finish_forward(moving, summed, weight, count)
     if (
         state == CANCELLED
     ):  # on all ranks, from the same sums: a message more, of moments about the mean
         options: Any = {"weighting": weighting, "verbs": verbs, "phase": "about the mean"}
-        about, centre = reference.about(i, batch.mean)
+        about, centre = reference.about(args, batch.mean)
         _, near = share(about, communicator, **options)
         batch = near._replace(mean=centre + near.mean)
-        if i.running is not None:
-            update_running(i.running, batch, count)
-        return verbs.normalize(i, batch), batch
+        if args.running is not None:
+            update_running(args.running, batch, count)
+        return verbs.normalize(args, batch), batch
     if state != OK:
-        statistics.raise_for(state, during, summed, i.x)
+        statistics.raise_for(state, during, summed, args.x)
         batch = reference.skipped(batch)
-        y = verbs.normalize(i, batch)
+        y = verbs.normalize(args, batch)
     elif (
-        i.mask is not None
+        args.mask is not None
         and is_on_host(batch.count)
         and batch.count == 0
         and bool((values(summed[-2]) > 0).any())  # a weight: a batch without elements is no error
     ):
         raise ValueError(
             "`mask` or `lengths` must leave an element of the batch: got none over "
-            f"{communicator.size} rank(s) together, with an input of shape {tuple(i.x.shape)} on "
-            f"rank {communicator.rank}."
+            f"{communicator.size} rank(s) together, with an input of shape {tuple(args.x.shape)} "
+            f"on rank {communicator.rank}."
         )
     if pool is not None:
         pool.add(batch, local_count=count)

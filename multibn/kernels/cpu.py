@@ -88,7 +88,7 @@ def _templates(numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> l
 
 
 def begin_forward(
-    i: NormArgs,
+    args: NormArgs,
     rank_weight: float,
     count: float,
     mark: float = NO_MARK,
@@ -96,29 +96,31 @@ def begin_forward(
     out: Array | None = None,
 ) -> Array:
     """As `reference.begin_forward`."""
-    payload = _library(type(i.x)).numbers(sizes(i.x.shape, i.axis)[2]) if out is None else out
+    payload = (
+        _library(type(args.x)).numbers(sizes(args.x.shape, args.axis)[2]) if out is None else out
+    )
     numbers = rank_weight, count, mark
-    done = _core.begin_forward(i, payload, *numbers)
+    done = _core.begin_forward(args, payload, *numbers)
     if done is None:
-        _, done = _with_copies(_core.begin_forward, i, payload, *numbers)
-    return reference.begin_forward(i, *numbers, out=out) if done is None else payload
+        _, done = _with_copies(_core.begin_forward, args, payload, *numbers)
+    return reference.begin_forward(args, *numbers, out=out) if done is None else payload
 
 
 def finish_forward(
-    i: NormArgs, summed: Array, rank_weight: float, count: float
+    args: NormArgs, summed: Array, rank_weight: float, count: float
 ) -> tuple[Array, BatchStatistics, int]:
     """As `reference.finish_forward`."""
-    library, message = _library(type(i.x)), (summed, rank_weight, count)
+    library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
-    per_channel, number = _templates(library.numbers, i.x.shape, i.axis)
-    y = new(i.x)
+    per_channel, number = _templates(library.numbers, args.x.shape, args.axis)
+    y = new(args.x)
     batch = BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
-    taken, state = i, _core.finish_forward(i, batch, y, *message)
+    taken, state = args, _core.finish_forward(args, batch, y, *message)
     if state is None:
-        taken, state = _with_copies(_core.finish_forward, i, batch, y, *message)
+        taken, state = _with_copies(_core.finish_forward, args, batch, y, *message)
     if state is None:
-        return reference.finish_forward(i, *message)
-    running = i.running
+        return reference.finish_forward(args, *message)
+    running = args.running
     if taken.running is not None:
         library.changed(running.mean, running.var, running.num_batches)
     elif running is not None and state == OK:
@@ -128,11 +130,11 @@ def finish_forward(
 
 def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
     """As `reference.begin_backward`; also returns `g` with copies, if the core needs these."""
-    i = g.input
-    library = _library(type(i.x))
-    payload = library.numbers(sizes(i.x.shape, i.axis)[3]) if out is None else out
-    dweight = None if i.weight is None else library.empty_like(i.weight)
-    dbias = None if i.bias is None else library.empty_like(i.bias)
+    args = g.input
+    library = _library(type(args.x))
+    payload = library.numbers(sizes(args.x.shape, args.axis)[3]) if out is None else out
+    dweight = None if args.weight is None else library.empty_like(args.weight)
+    dbias = None if args.bias is None else library.empty_like(args.bias)
     taken, done = g, _core.begin_backward(g, payload, dweight, dbias)
     if done is None:
         taken, done = _with_copies(_core.begin_backward, g, payload, dweight, dbias)
@@ -154,13 +156,13 @@ def finish_backward(
     return reference.finish_backward(g, summed) if done is None else (dx, dresidual)
 
 
-def normalize(i: NormArgs, batch: BatchStatistics) -> Array:
+def normalize(args: NormArgs, batch: BatchStatistics) -> Array:
     """As `reference.normalize`."""
-    y = _library(type(i.x)).empty_like(i.x)
-    done = _core.normalize(i, batch, y)
+    y = _library(type(args.x)).empty_like(args.x)
+    done = _core.normalize(args, batch, y)
     if done is None:
-        _, done = _with_copies(_core.normalize, i, batch, y)
-    return reference.normalize(i, batch) if done is None else y
+        _, done = _with_copies(_core.normalize, args, batch, y)
+    return reference.normalize(args, batch) if done is None else y
 
 
 def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:
@@ -168,13 +170,13 @@ def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[An
 
     No running statistics are moved.
     """
-    i = getattr(a, "input", a)
-    library = _library(type(i.x))
+    args = getattr(a, "input", a)
+    library = _library(type(args.x))
 
     def copy(v: Any) -> Any:
         if v is None:
             return v
-        like = i.x[tuple(map(slice, v.shape))]  # a mask has one channel
+        like = args.x[tuple(map(slice, v.shape))]  # a mask has one channel
         new = library.empty_like(like, dtype=v.dtype)
         is_lazy = getattr(v, "is_neg", bool)()  # torch's, whose memory has the numbers' negatives
         if library.strides(new) == library.strides(v) and not is_lazy:
@@ -182,11 +184,11 @@ def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[An
         new[...] = v
         return new
 
-    weight = None if i.weight is None else library.contiguous(i.weight)
-    bias = None if i.bias is None else library.contiguous(i.bias)
-    x, residual, mask = map(copy, (i.x, i.residual, i.mask))
+    weight = None if args.weight is None else library.contiguous(args.weight)
+    bias = None if args.bias is None else library.contiguous(args.bias)
+    x, residual, mask = map(copy, (args.x, args.residual, args.mask))
     of_input = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
-    dense: Any = i._replace(x=x, **of_input, running=None)
-    if a is not i:
+    dense: Any = args._replace(x=x, **of_input, running=None)
+    if a is not args:
         dense = a._replace(dy=copy(a.dy), input=dense, y=copy(a.y))
     return dense, function(dense, *others)

@@ -59,7 +59,7 @@ _increment_version = torch._C._increment_version  # autograd then notices that t
 
 
 def begin_forward(
-    i: NormArgs,
+    args: NormArgs,
     rank_weight: Any,
     count: Any,
     mark: float = NO_MARK,
@@ -68,13 +68,13 @@ def begin_forward(
     out: Message | None = None,
 ) -> Any:
     """As `reference.begin_forward`; two launches."""
-    x, plan = i.x, _plan(i)
+    x, plan = args.x, _plan(args)
     if plan is None:
-        return reference.begin_forward(i, rank_weight, count, mark, out=out)
+        return reference.begin_forward(args, rank_weight, count, mark, out=out)
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
-    arguments = x, i.mask if i.mask is None else _bytes(i.mask), partials, *sizes
+    arguments = x, args.mask if args.mask is None else _bytes(args.mask), partials, *sizes
     launch(passes.moments, programs, arguments, constants, key, known)
     numbers, *around = _message(out, partials, plan.payload)
     arguments = partials, numbers, number(rank_weight), number(count), number(mark), *around
@@ -84,17 +84,17 @@ def begin_forward(
 
 
 def finish_forward(
-    i: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
+    args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
 ) -> tuple[Tensor, BatchStatistics, int]:
     """As `reference.finish_forward`; two launches, four for a cumulative average."""
-    plan, weight, bias, running = _plan(i), i.weight, i.bias, i.running
+    plan, weight, bias, running = _plan(args), args.weight, args.bias, args.running
     if (
         plan is None
         or not fit(plan.device, (plan.payload,), (summed,))
         or not fit(plan.device, plan.shape, (), (weight, bias))
         or not (running is None or movable(running, plan))
     ):
-        return reference.finish_forward(i, summed, rank_weight, count)
+        return reference.finish_forward(args, summed, rank_weight, count)
     is_many = isinstance(count, float) and count > 1.0
     state = OK if summed.is_cuda and is_many else reference.state(summed, count)
     moved = running if state == OK else None
@@ -102,14 +102,14 @@ def finish_forward(
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
     coefficients = new((5, C), dtype=plan.dtype)
     arrays, how, programs, constants, key = _moved(moved, count, C)
-    numbers = number(rank_weight), number(count), number(i.eps), *how, C
+    numbers = number(rank_weight), number(count), number(args.eps), *how, C
     arguments = summed, *batch, weight, bias, coefficients, *arrays, *numbers
     key = isinstance(count, Tensor), plan.dtype, *key
     key = weight is None or weight.dtype, bias is None or bias.dtype, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     if constants["CUMULATIVE"]:  # only now: all programs have read the counter
         arrays[2].add_(batch.count > 0)
-    return _normalize(plan, i, coefficients), batch, state
+    return _normalize(plan, args, coefficients), batch, state
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
@@ -117,26 +117,35 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 
     Also returns what `finish_backward` goes on from.
     """
-    i, about, plan = g.input, g.batch[:2], _plan(g.input)
-    parameters = i.weight, i.bias
+    args, about, plan = g.input, g.batch[:2], _plan(g.input)
+    parameters = args.weight, args.bias
     if plan is None or not fit(plan.device, plan.shape, about, parameters):
         return reference.begin_backward(g, out=out)
     statistics = *about, *parameters
     programs, sizes, splits, constants, known = plan.sums
     coefficients = None
-    if i.relu and g.y is None:
-        coefficients = coefficients_of(*statistics, i.eps, plan.dtype)
-    partials = i.x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
+    if args.relu and g.y is None:
+        coefficients = coefficients_of(*statistics, args.eps, plan.dtype)
+    partials = args.x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
     inputs, key = _inputs(g)
     arguments = *inputs, g.batch.mean, coefficients, partials, *sizes
     own_key = key and (*key, "sums", coefficients is None)
     launch(passes.backward_sums, programs, arguments, constants, own_key, known)
     numbers, *around = _message(out, partials, backward_payload(plan.channels))
     coefficients = partials.new_empty((5, plan.channels))
-    dweight = None if i.weight is None else torch.empty_like(i.weight)
-    dbias = None if i.bias is None else torch.empty_like(i.bias)
-    arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, number(i.eps)
-    own_key = i.weight is None or i.weight.dtype, i.bias is None or i.bias.dtype
+    dweight = None if args.weight is None else torch.empty_like(args.weight)
+    dbias = None if args.bias is None else torch.empty_like(args.bias)
+    arguments = (
+        partials,
+        *statistics,
+        coefficients,
+        numbers,
+        dweight,
+        dbias,
+        *around,
+        number(args.eps),
+    )
+    own_key = args.weight is None or args.weight.dtype, args.bias is None or args.bias.dtype
     _merge(steps.merge_sums, arguments, ("merge_sums", *own_key))
     return numbers if out is None else out, dweight, dbias, (plan, inputs, key, coefficients)
 
@@ -159,26 +168,26 @@ def finish_backward(
     return dx, dresidual
 
 
-def normalize(i: NormArgs, batch: BatchStatistics, /) -> Tensor:
+def normalize(args: NormArgs, batch: BatchStatistics, /) -> Tensor:
     """As `reference.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
-    plan, about = _plan(i), (batch.mean, batch.var)
-    parameters = i.weight, i.bias
+    plan, about = _plan(args), (batch.mean, batch.var)
+    parameters = args.weight, args.bias
     if plan is None or not fit(plan.device, plan.shape, about, parameters):
-        return reference.normalize(i, batch)
-    coefficients = coefficients_of(*about, *parameters, i.eps, plan.dtype)
-    return _normalize(plan, i, coefficients)
+        return reference.normalize(args, batch)
+    coefficients = coefficients_of(*about, *parameters, args.eps, plan.dtype)
+    return _normalize(plan, args, coefficients)
 
 
-def _normalize(plan: "_Plan", i: NormArgs, coefficients: Tensor) -> Tensor:
-    x, residual = i.x, i.residual
-    programs, sizes, _, constants, known = plan.elementwise[i.relu]
+def _normalize(plan: "_Plan", args: NormArgs, coefficients: Tensor) -> Tensor:
+    x, residual = args.x, args.residual
+    programs, sizes, _, constants, known = plan.elementwise[args.relu]
     y = torch.empty_like(x)
     place = x.data_ptr()
     if residual is not None:
         residual = _laid_out_as(x, residual)
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
-    mask = i.mask if i.mask is None else _bytes(i.mask)
+    mask = args.mask if args.mask is None else _bytes(args.mask)
     arguments = x, mask, coefficients, residual, y, *sizes
     launch(passes.normalize, programs, arguments, constants, key, known)
     return y
@@ -308,12 +317,12 @@ class _Plan(NamedTuple):
     elementwise: tuple[_Tiling, _Tiling]  # without and with a ReLU
 
 
-def _plan(i: NormArgs) -> "_Plan | None":
+def _plan(args: NormArgs) -> "_Plan | None":
     """The plan of a pass; None if the kernels cannot take the pass."""
-    x = i.x
-    if i.residual is not None and i.residual.dtype != x.dtype:
+    x = args.x
+    if args.residual is not None and args.residual.dtype != x.dtype:
         return None
-    return _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
+    return _plan_of(x.shape, x.stride(), x.dtype, args.axis, x.device, args.mask is not None)
 
 
 @lru_cache(maxsize=1024)

@@ -48,7 +48,7 @@ from multibn.kernels.spec import (
 
 
 def begin_forward(
-    i: NormArgs,
+    args: NormArgs,
     rank_weight: float | Array,
     count: float | Array,
     mark: float = wire.NO_MARK,
@@ -63,12 +63,12 @@ def begin_forward(
     place of moments that are not finite. `out` gets the payload and is returned: a
     `message.Message`, or a float64 vector of NumPy's.
     """
-    mean, var = local_moments(i.x, i.axis, i.mask, count)
+    mean, var = local_moments(args.x, args.axis, args.mask, count)
     return _written(pack(mean, var + mean * mean, rank_weight, count, mark), out)
 
 
 def finish_forward(
-    i: NormArgs, summed: Array, rank_weight: float | Array, count: float | Array, /
+    args: NormArgs, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[Array, BatchStatistics, int]:
     """Normalize by the sum of all ranks' payloads, and move the running statistics.
 
@@ -76,16 +76,16 @@ def finish_forward(
     message: the running statistics then stay as they are, and the output may be anything. `summed`
     is on the device of `x` or in host memory, and is not kept: the memory may be the line's.
     """
-    batch, state = _unpack(i, summed, rank_weight, count)
-    y = normalize(i, batch)
-    if i.running is not None and state == OK:
-        update_running(i.running, *batch[:3], count)
+    batch, state = _unpack(args, summed, rank_weight, count)
+    y = normalize(args, batch)
+    if args.running is not None and state == OK:
+        update_running(args.running, *batch[:3], count)
     return y, batch, state
 
 
-def normalize(i: NormArgs, batch: BatchStatistics, /) -> Array:
+def normalize(args: NormArgs, batch: BatchStatistics, /) -> Array:
     """The output by known statistics, in the dtype of `x`. No running statistics are moved."""
-    return finish(i, output_coefficients(i, batch))
+    return finish(args, output_coefficients(args, batch))
 
 
 def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | None, Array | None]:
@@ -123,27 +123,29 @@ def residual_gradient(g: Gradient, /) -> Array:
     return masked(g.dy, g.input.mask) if g.y is None else rectified(g.dy, g.y)
 
 
-def output_coefficients(i: NormArgs, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
+def output_coefficients(args: NormArgs, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
     """Per channel `centre`, `scale` and `shift`; the output is `(x - centre) * scale + shift`.
 
     The output is `(x - mean) / sqrt(var + eps) * weight + bias`.
     """
-    centre, remainder = _round(batch.mean, i.x)
-    scale = _times(_invstd(batch.var, i.eps), i.weight)
+    centre, remainder = _round(batch.mean, args.x)
+    scale = _times(_invstd(batch.var, args.eps), args.weight)
     shift = -remainder * scale
-    return _narrow(i.x, centre, scale, shift if i.bias is None else as_wide(i.bias) + shift)
+    return _narrow(
+        args.x, centre, scale, shift if args.bias is None else as_wide(args.bias) + shift
+    )
 
 
-def finish(i: NormArgs, coefficients: Sequence[Array], /) -> Array:
+def finish(args: NormArgs, coefficients: Sequence[Array], /) -> Array:
     """The output by `output_coefficients`, after the residual and the ReLU."""
-    x = masked(i.x, i.mask)
+    x = masked(args.x, args.mask)
     xp = array_namespace(x)
-    centre, scale, shift = (per_channel(v, x, i.axis) for v in coefficients)
+    centre, scale, shift = (per_channel(v, x, args.axis) for v in coefficients)
     # Not in place: vmap may give `shift` a batch that the product lacks.
     y = (xp.astype(x, centre.dtype, copy=False) - centre) * scale + shift
     y = xp.astype(y, x.dtype, copy=False)
-    y = y if i.residual is None else y + i.residual
-    return masked(_where(~(y <= 0), y) if i.relu else y, i.mask)  # NaN stays
+    y = y if args.residual is None else y + args.residual
+    return masked(_where(~(y <= 0), y) if args.relu else y, args.mask)  # NaN stays
 
 
 def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:
@@ -175,11 +177,11 @@ def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
     return masked(xp.astype(dx, x.dtype, copy=False), g.input.mask)
 
 
-def about(i: NormArgs, mean: Array, /) -> tuple[NormArgs, Array]:
+def about(args: NormArgs, mean: Array, /) -> tuple[NormArgs, Array]:
     """The input less a mean, for its moments only; and the mean as it was taken away, wide."""
-    xp, (centre,) = array_namespace(i.x), _narrow(i.x, mean)
-    x = xp.astype(i.x, centre.dtype, copy=False) - per_channel(centre, i.x, i.axis)
-    return i._replace(x=x, residual=None, relu=False, running=None), as_wide(centre)
+    xp, (centre,) = array_namespace(args.x), _narrow(args.x, mean)
+    x = xp.astype(args.x, centre.dtype, copy=False) - per_channel(centre, args.x, args.axis)
+    return args._replace(x=x, residual=None, relu=False, running=None), as_wide(centre)
 
 
 def local_moments(
@@ -216,10 +218,10 @@ def pack(
 
 
 def _unpack(
-    i: NormArgs, summed: Array, rank_weight: float | Array, count: float | Array, /
+    args: NormArgs, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[BatchStatistics, int]:
     """The statistics in the sum of all ranks' payloads, and the state of the message."""
-    summed, shape = _like(summed, i.x), channels(i.x.shape, i.axis)
+    summed, shape = _like(summed, args.x), channels(args.x.shape, args.axis)
     xp, found = array_namespace(summed), state(summed, count)
     if found == NOT_FINITE:  # squares of marks overflow
         is_finite = xp.abs(as_wide(summed)) < wire.LARGEST_SUM
@@ -234,8 +236,8 @@ def _unpack(
     mean = summed[:C] / divisor
     var = xp.clip(meansqr / divisor - mean * mean, 0.0, None)
     if found == OK and _is_readable(var):
-        least = LEAST_SHARES[i.x.dtype != array_namespace(i.x).float64]
-        found = CANCELLED if bool(xp.any(values(mean * mean * least > var + i.eps))) else OK
+        least = LEAST_SHARES[args.x.dtype != array_namespace(args.x).float64]
+        found = CANCELLED if bool(xp.any(values(mean * mean * least > var + args.eps))) else OK
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
     if not is_on_host(summed) and not is_abstract(summed):  # where nobody looks at the state
@@ -348,11 +350,11 @@ def variance_factor(
 
 def _before_relu(g: Gradient) -> Gradient:
     """The gradient before a ReLU, with zeros for the elements that do not count."""
-    i = g.input._replace(x=masked(g.input.x, g.input.mask), residual=None, running=None)
+    args = g.input._replace(x=masked(g.input.x, g.input.mask), residual=None, running=None)
     dy = g.dy
-    if i.relu:
-        dy = rectified(dy, normalize(i._replace(relu=False), g.batch) if g.y is None else g.y)
-    return g._replace(dy=masked(dy, i.mask), input=i)
+    if args.relu:
+        dy = rectified(dy, normalize(args._replace(relu=False), g.batch) if g.y is None else g.y)
+    return g._replace(dy=masked(dy, args.mask), input=args)
 
 
 def _like(summed: Array, x: Array) -> Array:

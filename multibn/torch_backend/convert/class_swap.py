@@ -169,16 +169,16 @@ class _Sharing(TorchFunctionMode):
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
         num_channels = [*channels, layer.num_features][0]
         before, counter = self.count_before, layer.num_batches_tracked
-        i = NormArgs(input, weight, bias, eps, axis)
+        args = NormArgs(input, weight, bias, eps, axis)
         if layer._num_splits > 1:
             if before is not None and counter is not None:  # the end of the step will count
                 counter.copy_(before)
-            return layer.by_parts(i, num_channels, momentum)
+            return layer.by_parts(args, num_channels, momentum)
         running = running_of(layer, layer.running_var_convention, momentum)
         if isinstance(running, StepAccumulator):
             running.momentum = momentum
-        i, sharing = i._replace(running=running), (num_channels, layer.layer_communicator)
-        y, batch = compiled.forward(i, *sharing, weighting=layer.weighting)
+        args, sharing = args._replace(running=running), (num_channels, layer.layer_communicator)
+        y, batch = compiled.forward(args, *sharing, weighting=layer.weighting)
         if running is not None and before is not None and counter is not None:
             # The forward pass has counted, once for each call. Neither a recomputation counts, nor
             # a batch that is empty on all ranks.

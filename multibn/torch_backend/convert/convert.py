@@ -53,8 +53,10 @@ class BatchNorm(_BatchNorm):
         if self.training or mean is None:
             axis = functional.all_but_channels(input)
             running = running_of(self, "unbiased_global") if self.training else None
-            i = NormArgs(input, self.weight, self.bias, self.eps, axis, mask=mask, running=running)
-            return compiled.forward(i, self.num_features, LOCAL, weighting="element")[0]
+            args = NormArgs(
+                input, self.weight, self.bias, self.eps, axis, mask=mask, running=running
+            )
+            return compiled.forward(args, self.num_features, LOCAL, weighting="element")[0]
         x, parameters = reference.masked(input, mask), (self.weight, self.bias)
         y = functional.normalize_by_running(x, *parameters, mean, var, eps=self.eps)
         return reference.masked(y, mask)

@@ -48,12 +48,14 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
 
 
 def forward(
-    i: NormArgs, communicator: Communicator, *, weighting: Weighting
+    args: NormArgs, communicator: Communicator, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """As `step.forward`, differentiably through the statistics, which have no gradient."""
-    needed = i.x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
-    call = i, communicator, weighting, needed, step
-    result: tuple[Tensor, BatchStatistics] = apply(call, i.x, i.weight, i.bias, i.residual)
+    needed = args.x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
+    call = args, communicator, weighting, needed, step
+    result: tuple[Tensor, BatchStatistics] = apply(
+        call, args.x, args.weight, args.bias, args.residual
+    )
     return result
 
 
@@ -69,14 +71,16 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx: Any, call: tuple[NormArgs, Communicator, Weighting, bool, Any], *_: Tensor | None
     ) -> tuple[Tensor, BatchStatistics]:
         # torch looks at each argument of this function, so that five are in one.
-        i, communicator, weighting, needed, passes = call
-        i = dense(i) if passes is step else i
-        with without_autocast(i.x):
-            y, batch = passes.forward(i, communicator, weighting=weighting, needs_gradient=needed)
+        args, communicator, weighting, needed, passes = call
+        args = dense(args) if passes is step else args
+        with without_autocast(args.x):
+            y, batch = passes.forward(
+                args, communicator, weighting=weighting, needs_gradient=needed
+            )
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-        ctx.call = communicator, weighting, batch, (i.eps, i.axis, i.relu), passes
-        output = y if i.relu and (i.residual is not None or passes is not step) else None
-        ctx.save_for_backward(i.x, i.weight, i.bias, i.mask, output)
+        ctx.call = communicator, weighting, batch, (args.eps, args.axis, args.relu), passes
+        output = y if args.relu and (args.residual is not None or passes is not step) else None
+        ctx.save_for_backward(args.x, args.weight, args.bias, args.mask, output)
         return y, batch
 
     @staticmethod
@@ -85,8 +89,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         _, *needed = ctx.needs_input_grad
         communicator, weighting, batch, (eps, axis, relu), passes = ctx.call
         # By a test of every option, as `_replace` takes 7 us, no option is forgotten.
-        i = NormArgs(x, weight, bias, eps=eps, axis=axis, relu=relu, mask=mask)
-        g = Gradient(grad_outputs[0], i, batch, y, needed[0])
+        args = NormArgs(x, weight, bias, eps=eps, axis=axis, relu=relu, mask=mask)
+        g = Gradient(grad_outputs[0], args, batch, y, needed[0])
         with without_autocast(x):
             if _needs_graph(g.dy):
                 return None, *_differentiable_backward(g, needed, communicator, weighting)
@@ -98,15 +102,15 @@ class _SyncBatchNorm(torch.autograd.Function):
         return None, dx, dweight, dbias, dresidual
 
 
-def dense(i: NormArgs) -> NormArgs:
+def dense(args: NormArgs) -> NormArgs:
     """The input with `x` copied where a GPU's kernels do not take such a layout.
 
     Array operations, which take any, are a hundred launches.
     """
-    x = i.x
-    if x.is_cpu or sizes_in_memory(x.shape, x.stride(), i.axis) is not None:
-        return i
-    return i._replace(x=x.contiguous())
+    x = args.x
+    if x.is_cpu or sizes_in_memory(x.shape, x.stride(), args.axis) is not None:
+        return args
+    return args._replace(x=x.contiguous())
 
 
 # Function.apply without the questions that are for torch.func, which `functional` has asked.
@@ -139,18 +143,18 @@ def _differentiable_backward(
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        i = g.input
-        if i.relu and g.y is None:  # the output, bit for bit, and so its signs
+        args = g.input
+        if args.relu and g.y is None:  # the output, bit for bit, and so its signs
             with torch.no_grad():
-                g = g._replace(y=kernels.select(i.x).normalize(i, g.batch))
+                g = g._replace(y=kernels.select(args.x).normalize(args, g.batch))
         dy = reference.residual_gradient(g)
         if not any(needed[:3]):
             return [None, None, None, dy]
         # Views, which are new tensors: if `x` depends on a parameter (a layer used twice), autograd
         # would otherwise differentiate through `x` too, which the outer graph does.
-        views: Any = [None if t is None else t.view_as(t) for t in (i.x, i.weight, i.bias)]
+        views: Any = [None if t is None else t.view_as(t) for t in (args.x, args.weight, args.bias)]
         x, weight, bias = views
-        viewed = i._replace(x=x, weight=weight, bias=bias, relu=False)
+        viewed = args._replace(x=x, weight=weight, bias=bias, relu=False)
         y, _ = _normalize(viewed, communicator, weighting, phase="second order")
         sources = list(compress(views, needed))
         grads = iter(torch.autograd.grad(y, sources, dy, create_graph=create_graph))
@@ -158,40 +162,42 @@ def _differentiable_backward(
 
 
 def differentiable_forward(
-    i: NormArgs, communicator: Communicator, *, weighting: Weighting
+    args: NormArgs, communicator: Communicator, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """The input normalized, and the statistics of its batch, without a gradient. Collective."""
     if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
-        return torch.compiler.disable(_forward)(i, communicator, weighting)
-    return _forward(i, communicator, weighting)
+        return torch.compiler.disable(_forward)(args, communicator, weighting)
+    return _forward(args, communicator, weighting)
 
 
 def _forward(
-    i: NormArgs, communicator: Communicator, weighting: Weighting
+    args: NormArgs, communicator: Communicator, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
     # the tape have no derivatives.
-    replays = recompute.replayed(statistics.channels(i.x.shape, i.axis)) is not None
-    y, batch = _normalize(i, communicator, weighting, phase="forward")
+    replays = recompute.replayed(statistics.channels(args.x.shape, args.axis)) is not None
+    y, batch = _normalize(args, communicator, weighting, phase="forward")
     batch = BatchStatistics(*[part.detach() for part in batch])
     if not replays:
-        recompute.record(batch, i, communicator)
-        if i.running is not None:
-            _, count, *_ = statistics.sizes(i.x.shape, i.axis)
-            step.update_running(i.running, batch, masks.weigh(i, count, "element")[1])
+        recompute.record(batch, args, communicator)
+        if args.running is not None:
+            _, count, *_ = statistics.sizes(args.x.shape, args.axis)
+            step.update_running(args.running, batch, masks.weigh(args, count, "element")[1])
     return y, batch
 
 
 def _normalize(
-    i: NormArgs, communicator: Communicator, weighting: Weighting, *, phase: str
+    args: NormArgs, communicator: Communicator, weighting: Weighting, *, phase: str
 ) -> tuple[Tensor, BatchStatistics]:
     """The input normalized, and the statistics, both differentiable.
 
     Collective, and so is each derivative.
     """
-    sharing: Any = _Differentiable(communicator, phase, i.x.dtype)
-    with without_autocast(i.x):
-        return step.share(i._replace(running=None), sharing, weighting=weighting, verbs=reference)
+    sharing: Any = _Differentiable(communicator, phase, args.x.dtype)
+    with without_autocast(args.x):
+        return step.share(
+            args._replace(running=None), sharing, weighting=weighting, verbs=reference
+        )
 
 
 class _Differentiable:

@@ -55,7 +55,7 @@ def _has_no_data(x: Any) -> bool:
 
 
 def forward(
-    i: NormArgs, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
+    args: NormArgs, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """As `functional.forward`, in compiled code and without data, too.
 
@@ -70,9 +70,9 @@ def forward(
             "would need the processes of this run. Call model.eval() first, or export a copy of "
             "the model after revert_sync_batchnorm."
         )
-    arguments: Any = i, num_channels, communicator
+    arguments: Any = args, num_channels, communicator
     if compiling and dtensors.among(
-        (i.x, i.weight, i.bias)
+        (args.x, args.weight, args.bias)
     ):  # no operator takes these and plain tensors
         torch._dynamo.graph_break(
             msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
@@ -80,22 +80,26 @@ def forward(
         )
         return torch.compiler.disable(functional.forward)(*arguments, weighting=weighting)
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
-    if autograd.is_transformed() if compiling else not _has_no_data(i.x):
+    if autograd.is_transformed() if compiling else not _has_no_data(args.x):
         return functional.forward(*arguments, weighting=weighting)
     if not compiling:
-        functional.check_input(i.x, num_channels)
+        functional.check_input(args.x, num_channels)
         try:
-            functional.check_options(i)
+            functional.check_options(args)
         except ValueError as error:  # of a layer with data, whose other ranks may have some
-            functional.refuse(error, i.x, num_channels, communicator)
-    y, *numbers = torch.ops.multibn.forward(*_spread(i), num_channels, id(communicator), weighting)
+            functional.refuse(error, args.x, num_channels, communicator)
+    y, *numbers = torch.ops.multibn.forward(
+        *_spread(args), num_channels, id(communicator), weighting
+    )
     batch = BatchStatistics(*numbers)
-    count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()
-    if isinstance(i.running, StepAccumulator):
-        i.running.add(batch, local_count=count)
-    elif i.running is not None:
+    count: Any = (
+        args.x.numel() // max(batch.mean.numel(), 1) if args.mask is None else args.mask.sum()
+    )
+    if isinstance(args.running, StepAccumulator):
+        args.running.add(batch, local_count=count)
+    elif args.running is not None:
         torch.ops.multibn.update_running(
-            *i.running, *batch[:3], torch.ones_like(batch.count) * count
+            *args.running, *batch[:3], torch.ones_like(batch.count) * count
         )
     return y, batch
 
@@ -144,24 +148,24 @@ _SHARING = "SymInt num_channels, int communicator, str weighting"
 
 def _gather(*arguments: Any) -> tuple[Any, ...]:
     """The input of an operator, and all other arguments."""
-    i = NormArgs(**dict(zip(_FIELDS, arguments, strict=False)))
-    return i._replace(axis=tuple(i.axis)), *arguments[len(_FIELDS) :]
+    args = NormArgs(**dict(zip(_FIELDS, arguments, strict=False)))
+    return args._replace(axis=tuple(args.axis)), *arguments[len(_FIELDS) :]
 
 
-def _spread(i: NormArgs) -> list[Any]:
+def _spread(args: NormArgs) -> list[Any]:
     """The arguments of an operator that are an input."""
-    return [getattr(i, name) for name in _FIELDS]
+    return [getattr(args, name) for name in _FIELDS]
 
 
 def _up_to_elements(x: Tensor) -> Any:
     """The kernels for `x`, but for the passes that write: coefficients take their place."""
     kernels = select(x)
 
-    def finish_forward(i: NormArgs, *summed: Any) -> Any:
+    def finish_forward(args: NormArgs, *summed: Any) -> Any:
         # Of a single sample: the kernels normalize, too.
-        sample = x.new_zeros([1 if k in i.axis else n for k, n in enumerate(x.shape)])
-        _, batch, state = kernels.finish_forward(i._replace(x=sample, mask=None), *summed)
-        return reference.output_coefficients(i, batch), batch, state
+        sample = x.new_zeros([1 if k in args.axis else n for k, n in enumerate(x.shape)])
+        _, batch, state = kernels.finish_forward(args._replace(x=sample, mask=None), *summed)
+        return reference.output_coefficients(args, batch), batch, state
 
     return SimpleNamespace(
         begin_forward=kernels.begin_forward,
@@ -179,10 +183,13 @@ def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
 
 
 def _forward_sums_like(*arguments: Any) -> list[Tensor]:
-    i, num_channels, *_ = _gather(*arguments)
-    shape = num_channels, *channels(i.x.shape, i.axis)[1:]  # of the layer, if `x` does not fit
-    batch = [i.x.new_empty(s, dtype=torch.float64) for s in (shape, shape, (), ())]
-    return _coefficients_like(i.x, batch[0], 3) + batch
+    args, num_channels, *_ = _gather(*arguments)
+    shape = (
+        num_channels,
+        *channels(args.x.shape, args.axis)[1:],
+    )  # of the layer, if `x` does not fit
+    batch = [args.x.new_empty(s, dtype=torch.float64) for s in (shape, shape, (), ())]
+    return _coefficients_like(args.x, batch[0], 3) + batch
 
 
 @operator(
@@ -190,12 +197,12 @@ def _forward_sums_like(*arguments: Any) -> list[Tensor]:
 )
 def _forward_sums(*arguments: Any) -> list[Tensor]:
     """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
-    i, num_channels, communicator, weighting, needed = _gather(*arguments)
-    i = autograd.dense(i)
-    run = partial(step.forward, verbs=_up_to_elements(i.x), needs_gradient=needed)
-    with torch.no_grad(), without_autocast(i.x):
+    args, num_channels, communicator, weighting, needed = _gather(*arguments)
+    args = autograd.dense(args)
+    run = partial(step.forward, verbs=_up_to_elements(args.x), needs_gradient=needed)
+    with torch.no_grad(), without_autocast(args.x):
         coefficients, batch = functional.forward(
-            i, num_channels, _communicators[communicator], weighting=weighting, run=run
+            args, num_channels, _communicators[communicator], weighting=weighting, run=run
         )
     if recompute.in_recomputing():  # with a count of 0, running statistics do not move
         batch = batch._replace(count=torch.zeros_like(batch.count))
@@ -203,11 +210,11 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
 
 
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    i, mean, *_, needs_dx, _ = _gather(*arguments)
+    args, mean, *_, needs_dx, _ = _gather(*arguments)
     parameters = [
-        i.x.new_empty(0) if p is None else torch.empty_like(p) for p in (i.weight, i.bias)
+        args.x.new_empty(0) if p is None else torch.empty_like(p) for p in (args.weight, args.bias)
     ]
-    return parameters + _coefficients_like(i.x, mean, 4 * needs_dx)
+    return parameters + _coefficients_like(args.x, mean, 4 * needs_dx)
 
 
 @operator(
@@ -217,15 +224,17 @@ def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
 )
 def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     """The gradients of weight and bias, and the coefficients of that of `x`. Collective."""
-    i, *batch, needs_dx, communicator = _gather(*arguments)
-    g = Gradient(dy, autograd.dense(i), BatchStatistics(*batch), needs_dx=needs_dx)
+    args, *batch, needs_dx, communicator = _gather(*arguments)
+    g = Gradient(dy, autograd.dense(args), BatchStatistics(*batch), needs_dx=needs_dx)
     sharing = _communicators[communicator]
-    with torch.no_grad(), without_autocast(i.x):
+    with torch.no_grad(), without_autocast(args.x):
         if torch.is_anomaly_enabled():
             autograd.find_nan(g, sharing)
-        dx, _, *parameters = step.backward(g, sharing, verbs=_up_to_elements(i.x))
+        dx, _, *parameters = step.backward(g, sharing, verbs=_up_to_elements(args.x))
     found: Any = dx if needs_dx else ()
-    return [i.x.new_empty(0) if p is None else p for p in parameters] + [v.clone() for v in found]
+    return [args.x.new_empty(0) if p is None else p for p in parameters] + [
+        v.clone() for v in found
+    ]
 
 
 @operator(
@@ -244,17 +253,17 @@ def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: i
 @operator(f"forward({_INPUT}, {_SHARING}) -> Tensor[]")
 def _forward(*arguments: Any) -> list[Tensor]:
     """The output, and the numbers of `BatchStatistics`. Collective."""
-    i, num_channels, communicator, weighting = _gather(*arguments)
-    needed = torch.is_grad_enabled() and i.x.requires_grad
+    args, num_channels, communicator, weighting = _gather(*arguments)
+    needed = torch.is_grad_enabled() and args.x.requires_grad
     try:
-        functional.check_input(i.x, num_channels)
-        functional.check_options(i)
+        functional.check_input(args.x, num_channels)
+        functional.check_options(args)
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
         with torch.no_grad():
             numbers = torch.ops.multibn.forward_sums(*arguments, needed)
-        return [torch.empty_like(i.x), *numbers[3:]]
-    call = i, _communicators[communicator], weighting, needed, _Passes
-    y, batch = autograd.apply(call, i.x, i.weight, i.bias, i.residual)
+        return [torch.empty_like(args.x), *numbers[3:]]
+    call = args, _communicators[communicator], weighting, needed, _Passes
+    y, batch = autograd.apply(call, args.x, args.weight, args.bias, args.residual)
     return [y, *batch]
 
 
@@ -263,25 +272,25 @@ class _Passes:
 
     @staticmethod
     def forward(
-        i: NormArgs, communicator: Communicator, *, weighting: Weighting, needs_gradient: bool
+        args: NormArgs, communicator: Communicator, *, weighting: Weighting, needs_gradient: bool
     ) -> tuple[Tensor, BatchStatistics]:
-        summed = i._replace(residual=None)  # the operator would need the residual in memory
-        sharing = i.x.shape[1], id(communicator), weighting, needs_gradient
+        summed = args._replace(residual=None)  # the operator would need the residual in memory
+        sharing = args.x.shape[1], id(communicator), weighting, needs_gradient
         numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
-        return reference.finish(i, numbers[:3]), BatchStatistics(*numbers[3:])
+        return reference.finish(args, numbers[:3]), BatchStatistics(*numbers[3:])
 
     @staticmethod
     def backward(g: Gradient, communicator: Communicator) -> tuple[Tensor | None, ...]:
         if g.y is not None:
             dy = reference.rectified(g.dy, g.y)
             g = g._replace(dy=dy, input=g.input._replace(relu=False), y=None)
-        i = g.input
+        args = g.input
         _compare_again()
         dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
-            g.dy, *_spread(i), *g.batch, g.needs_dx, id(communicator)
+            g.dy, *_spread(args), *g.batch, g.needs_dx, id(communicator)
         )
         dx = reference.finish_gradient(g, coefficients) if g.needs_dx else None
-        dparameters = None if i.weight is None else dweight, None if i.bias is None else dbias
+        dparameters = None if args.weight is None else dweight, None if args.bias is None else dbias
         return dx, None, *dparameters
 
 

@@ -33,7 +33,7 @@ def among(tensors: Iterable[Any], /) -> bool:
 
 def forward(
     function: Callable[..., tuple[Tensor, BatchStatistics]],
-    i: NormArgs,
+    args: NormArgs,
     num_channels: int | None,
     communicator: Communicator,
 ) -> tuple[Tensor, BatchStatistics]:
@@ -41,14 +41,14 @@ def forward(
 
     The output is a DTensor like the input.
     """
-    mesh, sharing = _layout(i.x)
+    mesh, sharing = _layout(args.x)
     if mesh is not None:
         if not isinstance(communicator, LayerCommunicator):  # evaluation without running statistics
             communicator = _along(mesh, sharing)
         elif isinstance(communicator.wrapped, DefaultCommunicator):
             communicator = communicator.over(_along(mesh, sharing))
-    y, batch = function(_localize(i, mesh, sharing), num_channels, communicator)
-    return _like(i.x, y), batch
+    y, batch = function(_localize(args, mesh, sharing), num_channels, communicator)
+    return _like(args.x, y), batch
 
 
 def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor | None) -> Tensor:
@@ -80,23 +80,23 @@ def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
     return x.device_mesh, sharing
 
 
-def _localize(i: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
+def _localize(args: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
     """The local part of an input, and of what goes with it."""
-    placements = getattr(i.x, "placements", None)
-    if len(i.axis) < i.x.ndim - 1 or i.mask is not None:
+    placements = getattr(args.x, "placements", None)
+    if len(args.axis) < args.x.ndim - 1 or args.mask is not None:
         raise TypeError(
             "`mask`, `lengths` and a layer that normalizes parts of a batch apart do not go with a "
             f"DTensor: got placements {placements}. Call to_local on the input, and pass a "
             "`process_group`."
         )
-    others = getattr(i.residual, "placements", None)
-    if i.residual is not None and others != placements:
+    others = getattr(args.residual, "placements", None)
+    if args.residual is not None and others != placements:
         raise TypeError(
             f"`residual` must have the placements of the input, {placements}: got "
             f"{others or 'a plain tensor'}."
         )
-    weight, bias = (_parameter(p, mesh, sharing) for p in (i.weight, i.bias))
-    return i._replace(x=_local(i.x), weight=weight, bias=bias, residual=_local(i.residual))
+    weight, bias = (_parameter(p, mesh, sharing) for p in (args.weight, args.bias))
+    return args._replace(x=_local(args.x), weight=weight, bias=bias, residual=_local(args.residual))
 
 
 def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:

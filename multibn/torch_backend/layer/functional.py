@@ -105,8 +105,8 @@ def sync_batch_norm(
         refuse(error, x, None, communicator)
     compared |= vars(options)
     mask = mask_of(x, mask, lengths, num_channels, communicator)
-    i = NormArgs(x, weight, bias, eps, all_but_channels(x), mask=mask)
-    y, batch = forward(i, num_channels, communicator, weighting=weighting)
+    args = NormArgs(x, weight, bias, eps, all_but_channels(x), mask=mask)
+    y, batch = forward(args, num_channels, communicator, weighting=weighting)
     return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
 
 
@@ -141,7 +141,7 @@ def mask_of(
 
 
 def forward(
-    i: NormArgs,
+    args: NormArgs,
     num_channels: int | None,
     communicator: Communicator,
     /,
@@ -154,11 +154,11 @@ def forward(
     `num_channels` are required of the input, see `check_input`; `run` is the pass, in which no
     derivative is asked for by torch.func or in forward mode.
     """
-    if dtensors.among((i.x, i.weight, i.bias)):
-        if dtensors.among([i.x]):
-            check_input(i.x, num_channels)  # not each rank's part, so that all ranks raise
+    if dtensors.among((args.x, args.weight, args.bias)):
+        if dtensors.among([args.x]):
+            check_input(args.x, num_channels)  # not each rank's part, so that all ranks raise
         function = partial(forward, weighting=weighting)
-        return dtensors.forward(function, i, num_channels, communicator)
+        return dtensors.forward(function, args, num_channels, communicator)
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     # Inside its join, a rank without data runs the collectives of DistributedDataParallel only,
     # which the other ranks would take for a layer's.
@@ -177,15 +177,15 @@ def forward(
             "of the model after revert_sync_batchnorm."
         )
     try:
-        check_input(i.x, num_channels)
-        if i.x.is_meta and communicator.size > 1:
+        check_input(args.x, num_channels)
+        if args.x.is_meta and communicator.size > 1:
             raise TypeError("the input must have data: got meta. Use a layer for shapes.")
-        check_options(i)
+        check_options(args)
     except (TypeError, ValueError) as error:
-        refuse(error, i.x, num_channels, communicator)
+        refuse(error, args.x, num_channels, communicator)
     if autograd.is_transformed() or torch._C._get_dispatch_mode(autograd.MAKE_FX):
         run = autograd.differentiable_forward
-    result: tuple[Tensor, BatchStatistics] = run(i, communicator, weighting=weighting)
+    result: tuple[Tensor, BatchStatistics] = run(args, communicator, weighting=weighting)
     return result
 
 
@@ -223,10 +223,10 @@ def normalize_by_running(
     # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
     # inputs with splits.
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
-    i = NormArgs(x, weight, bias, eps, axis)
-    check_options(i)
+    args = NormArgs(x, weight, bias, eps, axis)
+    check_options(args)
     mean, var = map(reference.as_wide, (running_mean, running_var))
-    y: Tensor = reference.normalize(i, BatchStatistics(mean, var, mean, mean))
+    y: Tensor = reference.normalize(args, BatchStatistics(mean, var, mean, mean))
     return y
 
 
@@ -264,21 +264,21 @@ def check_dense(name: str, x: Any, /) -> None:
         raise TypeError(f"{name} must be a dense tensor: got {kind}. Call {call} on it.")
 
 
-def check_options(i: NormArgs) -> None:
+def check_options(args: NormArgs) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
-    x, eps, axis, residual, running = i.x, i.eps, i.axis, i.residual, i.running
+    x, eps, axis, residual, running = args.x, args.eps, args.axis, args.residual, args.running
     if not (isinstance(eps, float) and 0 < eps < math.inf):
         check_eps(eps)
     shape = x.shape[1:2]
     if 1 in axis or len(axis) != x.ndim - 1:
         shape = statistics.channels(x.shape, axis)
-    for name, p in (("weight", i.weight), ("bias", i.bias)):
+    for name, p in (("weight", args.weight), ("bias", args.bias)):
         if p is not None and (p.shape != shape or not p.is_floating_point()):
             raise ValueError(
                 f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input, "
                 f"in floating point: got {tuple(p.shape)} in {p.dtype}."
             )
-    parts = [("weight", i.weight), ("bias", i.bias), ("residual", residual)]
+    parts = [("weight", args.weight), ("bias", args.bias), ("residual", residual)]
     if type(running) is Running:
         size, sizes = math.prod(shape), (running.mean.numel(), running.var.numel())
         if sizes != (size, size):

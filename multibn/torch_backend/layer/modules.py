@@ -161,9 +161,11 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         is_plain = is_plain and self._num_splits == 1
         if not is_plain or torch.compiler.is_compiling() or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
-        i = self._as_input(input, residual)
+        args = self._as_input(input, residual)
         layer_communicator, weighting = self.layer_communicator, self.weighting
-        return functional.forward(i, self.num_features, layer_communicator, weighting=weighting)[0]
+        return functional.forward(args, self.num_features, layer_communicator, weighting=weighting)[
+            0
+        ]
 
     def _forward_special(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None
@@ -187,11 +189,11 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             by_batch = not (mask is lengths is None and compiled.is_written())
         where = compiled.mask_of(input, mask, lengths, self.num_features, layer_communicator)
         if by_batch:
-            i = self._as_input(input, residual, where)
+            args = self._as_input(input, residual, where)
             if self.training and self._num_splits > 1:
-                return self.by_parts(i, self.num_features)
+                return self.by_parts(args, self.num_features)
             return compiled.forward(
-                i, self.num_features, layer_communicator, weighting=self.weighting
+                args, self.num_features, layer_communicator, weighting=self.weighting
             )[0]
         functional.check_input(input, self.num_features)
         if residual is not None:
@@ -201,26 +203,28 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         y = y if residual is None else y + residual
         return reference.masked(y.relu() if self.fuse_relu else y, where)
 
-    def by_parts(self, i: NormArgs, num_channels: int, momentum: float | None = None) -> Tensor:
+    def by_parts(self, args: NormArgs, num_channels: int, momentum: float | None = None) -> Tensor:
         """Each part of a batch by its own statistics, see `convert_sub_batchnorm`.
 
         With `momentum`, the caller has counted the batch already.
         """
-        functional.check_input(i.x, num_channels)
-        functional.check_options(i)
+        functional.check_input(args.x, num_channels)
+        functional.check_options(args)
         # Two elements per channel and part, if the batch has them: a last one may be small.
-        N = len(i.x)
-        n = max(1, min(self._num_splits, N, i.x.numel() // i.x.shape[1] // 2))
+        N = len(args.x)
+        n = max(1, min(self._num_splits, N, args.x.numel() // args.x.shape[1] // 2))
         sizes = [(N + k) // n for k in reversed(range(n))]
         # Not tensor_split: a gradient of the whole size for each part.
-        of = [[None] * n if v is None else v.split(sizes) for v in (i.x, i.residual, i.mask)]
+        of = [
+            [None] * n if v is None else v.split(sizes) for v in (args.x, args.residual, args.mask)
+        ]
         ys = []
         with step_statistics(self):
             for x, residual, mask in zip(*of, strict=True):
                 running = running_of(self, self.running_var_convention, momentum)
                 if momentum is not None and isinstance(running, StepAccumulator):
                     running.momentum = momentum
-                part = i._replace(x=x, residual=residual, mask=mask, running=running)
+                part = args._replace(x=x, residual=residual, mask=mask, running=running)
                 sharing = num_channels, self.layer_communicator
                 ys.append(compiled.forward(part, *sharing, weighting=self.weighting)[0])
         return torch.cat(ys)

@@ -117,15 +117,15 @@ class _SubBatchNorm(SyncNormBase):
             x = input.unflatten(0, (input.shape[0] // num_splits, num_splits))
         channels = self._channels()
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
-        i = NormArgs(x, self.weight, self.bias, 0.0, axis)  # eps is the part's
+        args = NormArgs(x, self.weight, self.bias, 0.0, axis)  # eps is the part's
         if isinstance(part, Part) and not has_hooks(part):
-            y = part(x, lambda x: self._normalize(part, i._replace(x=x), communicator))
+            y = part(x, lambda x: self._normalize(part, args._replace(x=x), communicator))
             return y.flatten(0, 1) if self.training else y
 
         # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
         # axis 1, neither weight nor bias. In channels_last, the splits must be copied for that.
         def normalize_flat(x: Tensor) -> Tensor:
-            own = i._replace(x=x.unflatten(1, channels), weight=None, bias=None)
+            own = args._replace(x=x.unflatten(1, channels), weight=None, bias=None)
             return self._normalize(part, own, communicator).flatten(1, len(channels))
 
         options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
@@ -134,10 +134,10 @@ class _SubBatchNorm(SyncNormBase):
             z = z if p is None else apply(z, p.view(-1, *[1] * (z.ndim - 2)))
         return z.to(y.dtype)
 
-    def _normalize(self, part: Any, i: NormArgs, communicator: Communicator) -> Tensor:
-        """The arithmetic of a call of `part`. From axis 1, `i.x` has the axes of `_channels`."""
+    def _normalize(self, part: Any, args: NormArgs, communicator: Communicator) -> Tensor:
+        """The arithmetic of a call of `part`. From axis 1, `args.x` has the axes of `_channels`."""
         channels = self._channels()
-        weight, bias = i.weight, i.bias
+        weight, bias = args.weight, args.bias
         if self.training:  # autograd adds up the splits' gradients
             weight = None if weight is None else weight.repeat(self.num_splits, 1)
             bias = None if bias is None else bias.repeat(self.num_splits, 1)
@@ -146,13 +146,13 @@ class _SubBatchNorm(SyncNormBase):
         if is_kept and not part.training:
             kept = part.running_mean, part.running_var
             statistics = (None if v is None else v.view(channels) for v in kept)
-            return functional.normalize_by_running(i.x, weight, bias, *statistics, eps=part.eps)
+            return functional.normalize_by_running(args.x, weight, bias, *statistics, eps=part.eps)
         running: Any = running_of(part, self.running_var_convention)
-        i = i._replace(weight=weight, bias=bias, eps=part.eps, running=running)
+        args = args._replace(weight=weight, bias=bias, eps=part.eps, running=running)
         # To a pass over all splits together, these are the channels of axis 1.
-        sharing = i.x.shape[1], communicator
-        y, batch = compiled.forward(i, *sharing, weighting=self.weighting)
-        if self.training and updates_running(running, i.x):
+        sharing = args.x.shape[1], communicator
+        y, batch = compiled.forward(args, *sharing, weighting=self.weighting)
+        if self.training and updates_running(running, args.x):
             self.aggregate_stats(batch.count)
         return y
 
