@@ -149,6 +149,26 @@ left_out = of_rank_1(
     says=differ(r"layer1\.0\.bn2 .*", r"layer1\.1\.bn1"),
 )
 
+
+@scenario(
+    "the last layer left out on a rank, then check_sync",
+    says=r"the ranks are in different places: (?=.*layer2\.0\.bn2 \(forward)"
+    r"(?=.*(check_sync|a sum of float64))",
+)
+def last_left_out(trial: Trial) -> None:
+    trial.begin()
+    trial.trainee.network.layer2[0].skipped = trial.at_fault
+    trial.step(backward=False)
+    trial.trainee.check_sync(trial.trainee.model)
+
+
+elsewhere = of_rank_1(
+    "a layer on another device on a rank",
+    lambda trial: trial.trainee.norms()[0].to("meta"),
+    says=r"layer1\.0\.bn1 was refused on rank\(s\) \[1\] of 3|must be on the device of the input",
+    setups=("shared memory", "gloo", "ddp", "mpi", "own"),
+)
+
 layer_in_eval = of_rank_1(
     "a layer in evaluation on a rank",
     lambda trial: trial.set_in_block("evaluates"),
