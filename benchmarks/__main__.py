@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, parts, plots, report
-from multibn._launch import WorkerError
+from multibn.parity.launch import WorkerError
 
 RESULTS = Path(__file__).parent / "results"
 

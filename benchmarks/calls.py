@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from multibn import Communicator
-from multibn._launch import run_workers
+from multibn.parity.launch import run_workers
 
 WARM, TRACED = 60, 5  # steps
 FRAMEWORKS = {"torch": "gloo", "chainer": "mpi"}

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, TypeAlias
 
-from multibn._launch import run_workers
 from multibn.check.timing import Seconds
 from multibn.communicators import Communicator
+from multibn.parity.launch import run_workers
 
 Measured: TypeAlias = tuple[Mapping[str, Seconds], dict[str, Any]]  # by name, and notes
 

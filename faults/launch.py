@@ -16,8 +16,8 @@ from typing import Any
 from faults.outcome import Outcome, Rank
 from faults.scenarios import DEADLINE, Scenario
 from faults.setups import Setup
-from multibn._launch import environment, launch_command, run, started
 from multibn._platform import process_state
+from multibn.parity.launch import environment, launch_command, run, started
 
 _START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
 # Seconds after the fault. A rank that has not ended by then waits for ever; a peer hangs, for which

@@ -23,8 +23,8 @@ import torch
 
 from benchmarks import machine
 from benchmarks.tables import markdown
-from multibn import _launch
 from multibn._platform import importable
+from multibn.parity import launch as _launch
 
 ROOT = Path(__file__).parents[2]
 OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm"

@@ -27,11 +27,11 @@ from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, si
 from benchmarks.gpu.right import enter_nccl
 from benchmarks.layer import memory_format
 from multibn import SingleProcess
-from multibn._launch import leave_world
 from multibn.check.network import BLOCKS, resnet50
 from multibn.check.timing import Step, median_ms, take_turns, training_step
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.kernels import cuda
+from multibn.parity.launch import leave_world
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
 Row = dict[str, Any]

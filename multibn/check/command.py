@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any
 
 from multibn import info
-from multibn._launch import enter_world, leave_world
 from multibn._platform import importable, this_machine
 from multibn.check import timing
 from multibn.check.timing import Step, message_steps, take_turns, training_step
@@ -22,6 +21,7 @@ from multibn.communicators.communicator import gather
 from multibn.communicators.resolve import launched_processes
 from multibn.communicators.watchdog import check_timeout
 from multibn.parity import worker
+from multibn.parity.launch import enter_world, leave_world
 
 CASES = ("float32", "float64", "uneven", "empty-rank", "masked", "channels_last")
 OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm2d"

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from multibn._launch import LAUNCHERS, WorkerError, run_workers
 from multibn._platform import find_command, importable
 from multibn.parity.cases import CASES, select
+from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
 from multibn.parity.worker import SURFACES, Error, find
 
 # The modules that surfaces and communicators need.

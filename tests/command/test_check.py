@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from multibn import cli
-from multibn._launch import launch_command, run
 from multibn.check import command
+from multibn.parity.launch import launch_command, run
 from multibn.parity.worker import Error
 from tests.helpers import require
 from tests.helpers.launch import ROOT

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from multibn import __version__, cli, info
-from multibn._launch import environment
+from multibn.parity.launch import environment
 from tests.helpers import require
 from tests.helpers.launch import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multibn._launch import environment
+from multibn.parity.launch import environment
 from tests.helpers import launch, require
 from tests.kernels.passes import takes_int_of_an_array
 

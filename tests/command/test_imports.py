@@ -38,7 +38,7 @@ torch_backend.convert torch_backend.precise_bn torch_backend.reversible
 torch_backend.reversible.mvit torch_backend.integrations
 torch_backend
 torch chainer
-_launch
+parity.launch
 parity info
 check
 cli __main__

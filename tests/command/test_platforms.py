@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from multibn._launch import environment, launch_command, run
+from multibn.parity.launch import environment, launch_command, run
 from tests.helpers import require
 
 pytestmark = pytest.mark.launches

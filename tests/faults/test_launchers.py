@@ -15,7 +15,7 @@ _SCRIPT = """
     import sys, warnings
     import torch
     from multibn.torch_backend import SyncBatchNorm
-    from multibn._launch import enter_world
+    from multibn.parity.launch import enter_world
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multibn import _launch
+from multibn.parity import launch as _launch
 from tests.helpers import launch
 
 START = 240.0  # seconds for all ranks to start

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multibn._launch import environment
+from multibn.parity.launch import environment
 from tests.harness import checks
 
 LATE = "MULTIBN_SET_BY_ANOTHER_TEST"  # when the ranks are about to start

@@ -16,8 +16,8 @@ from pathlib import Path
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
-from multibn._launch import enter_world, leave_world
 from multibn.communicators import Communicator
+from multibn.parity.launch import enter_world, leave_world
 from tests.harness.checks import End, Ranks
 from tests.helpers.launch import ROOT
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from multibn import _launch
+from multibn.parity import launch as _launch
 from tests.harness import forked_python as forked
 from tests.helpers import require
 

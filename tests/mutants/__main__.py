@@ -18,7 +18,7 @@ from pathlib import Path
 
 import coverage
 
-from multibn import _launch
+from multibn.parity import launch as _launch
 from tests.helpers.launch import ROOT
 from tests.mutants.candidates import Mutant, draw
 

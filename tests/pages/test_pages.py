@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multibn import _launch
+from multibn.parity import launch as _launch
 from tests.helpers import launch, require
 from tests.helpers.pages import MARKDOWN, commands, programs
 

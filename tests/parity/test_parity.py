@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import SingleProcess, _launch, cli
-from multibn._launch import WorkerError
+from multibn import SingleProcess, cli
 from multibn.parity import cases, command, oracle, worker
+from multibn.parity import launch as _launch
 from multibn.parity.cases import BOUNDS, CASES, Case
+from multibn.parity.launch import WorkerError
 from multibn.parity.worker import Error
 from tests.helpers import launch, require
 

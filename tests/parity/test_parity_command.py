@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from multibn import SingleProcess, _launch, cli
+from multibn import SingleProcess, cli
 from multibn.parity import command, worker
+from multibn.parity import launch as _launch
 from multibn.parity.cases import BOUNDS
 from tests.helpers import launch, require
 

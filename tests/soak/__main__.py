@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import worker
 from benchmarks.tables import markdown, put
-from multibn import _launch
+from multibn.parity import launch as _launch
 from tests.helpers import launch
 from tests.soak.deeds import Row
 from tests.soak.held import COLUMNS

@@ -1,6 +1,6 @@
 """Starts and ends ranks under torchrun and mpiexec; their communicator and their results.
 
-A rank of `run_workers` is `python -m multibn._launch FUNCTION OVER OPTIONS DIRECTORY`.
+A rank of `run_workers` is `python -m multibn.parity.launch FUNCTION OVER OPTIONS DIRECTORY`.
 """
 
 import contextlib
@@ -170,7 +170,7 @@ def run_workers(
     """
     name = f"{function} over {over}, {size} rank(s)"
     with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
-        worker = ["-m", "multibn._launch", function, over, json.dumps(options), directory]
+        worker = ["-m", "multibn.parity.launch", function, over, json.dumps(options), directory]
         command = launch_command(LAUNCHERS[over], size, worker)
         try:
             ran = run(command, timeout=timeout, variables=variables)
