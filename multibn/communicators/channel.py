@@ -1,9 +1,9 @@
-"""Channel: the ways of messages in host memory, the same for every transport.
+"""The channel of a group of ranks: its messages in host memory, the same for every transport.
 
-A line is a way between all ranks of a group for messages of one length, so that unlike messages
-never meet, neither with each other nor with what else the program sends. A transport opens lines
-and moves bytes. All else stands here once: which lines are open, deadlines and notices (see
-`watchdog`), and the end of the program.
+A channel has an allreduce for each length of messages, so that unlike messages never meet, neither
+with each other nor with what else the program sends. A transport opens these and moves bytes. All
+else stands here once: which are open, deadlines and notices (see `watchdog`), and the end of the
+program.
 """
 
 import atexit
@@ -27,14 +27,14 @@ from multibn.communicators.watchdog import GroupInfo, StatusBoard, Watchdog
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
-# Channel that are not named by the length of their messages.
+# The allreduces that are not named by the length of their messages.
 _ANY = 0  # carries arrays of any shape and dtype
 FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
 LARGE = -2  # carries arrays that are too large for the first
 
 
 class Allreduce(Protocol):
-    """A way for messages between all ranks; one message at a time."""
+    """Sums of messages over all ranks of a group; one message at a time."""
 
     def begin(self, a: HostArray) -> Poll:
         """Begin to sum `a` over the ranks, in place."""
@@ -46,18 +46,18 @@ class Transport(ABC):
     rank: int
     size: int
     known: GroupInfo | None = None  # before the ranks have met
-    board: StatusBoard | None = None  # where notices are left; not before the first line is open
+    board: StatusBoard | None = None  # where notices are left; None before the first message
     most_bytes = math.inf  # of an array that is not `LARGE`
 
     @abstractmethod
     def open_allreduce(
         self, number: int, buffer: HostArray | None
     ) -> Generator[Poll, None, Allreduce]:
-        """Open a line, in steps as `chain` takes.
+        """Open an allreduce, in steps as `chain` takes.
 
-        Collective: all ranks open the same lines in the same order.
+        Collective: all ranks open the same ones in the same order.
 
-        All messages of the line are sent from `buffer`, unless that is None.
+        All its messages are sent from `buffer`, unless that is None.
         """
 
     def close(self, *, failed: bool) -> None:  # noqa: B027
@@ -77,7 +77,7 @@ class Transport(ABC):
 
 
 class Channel:
-    """The lines of one group of processes, which all handles of the group share."""
+    """The messages of one group of processes, which all handles of the group share."""
 
     def __init__(self, transport: Transport) -> None:
         _leave_at_exit()
@@ -107,9 +107,9 @@ class Channel:
         return total
 
     def _sum_large(self, a: HostArray) -> Iterator[Poll]:
-        """Sum in place, and open the line before, in the same wait.
+        """Sum in place, and open the allreduce before, in the same wait.
 
-        A rank that opens the line alone, which takes no other rank where an engine is connected,
+        A rank that opens one alone, for which no other rank is needed where an engine is connected,
         must not take that for a collective that all have completed.
         """
         if LARGE not in self._open:
@@ -119,7 +119,7 @@ class Channel:
     def buffer(self, length: int, text: object) -> HostArray:
         """Memory of `length` float64 numbers, of which `exchange` makes their sums.
 
-        Layers share the memory. Collective when a line is opened for such lengths.
+        Layers share the memory. Collective at the first message of this length.
         """
         if length not in self._buffers:
             memory = np.zeros(length)
@@ -134,7 +134,7 @@ class Channel:
         self.watchdog.wait(self._buffers[buffer.size][1], place, text)
 
     def abandon_after_fork(self) -> None:
-        """This process is a fork of the one whose place among the ranks the lines have."""
+        """This process is a fork of the one that is a rank of the group."""
         self.abandon()
         self.transport.close(failed=True)
         self.watchdog.failure = (
@@ -144,11 +144,11 @@ class Channel:
         )
 
     def abandon(self) -> None:
-        """No rank waits for these lines any more; the end of the program need not mention them."""
+        """No rank waits for this group any more; the end of the program need not mention it."""
         _channels.discard(self)
 
     def release(self) -> None:
-        """The user has destroyed the group: let go of what the lines hold."""
+        """The user has destroyed the group: free memory and connections."""
         self.abandon()
         failed = self.watchdog.failure is not None
         self.watchdog.board = None
@@ -181,7 +181,7 @@ class Channel:
 
 
 class ChannelCommunicator(Handle, ABC):
-    """A communicator whose messages in host memory travel in lines."""
+    """A communicator whose messages in host memory travel through a `Channel`."""
 
     @property
     @abstractmethod

@@ -141,8 +141,8 @@ def meet(
 ) -> tuple[bool, float]:
     """Whether all ranks bring equal facts to messages of one kind, and the sum of their marks.
 
-    Raises on all ranks if some are in messages of another kind, a layer's for example: without
-    lines these would meet in the transport, and so all are as long as the longest that the ranks
+    Raises on all ranks if some are in messages of another kind, a layer's for example: without a
+    channel these would meet in the transport, and so all are as long as the longest that the ranks
     have agreed on. `text` says to people where this rank is. Collective: one allreduce.
     """
     bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
@@ -184,7 +184,7 @@ def _compare(
     known: GroupState,
 ) -> str:
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
-    # Ranks without lines may be threads of one process, which count each other's layers.
+    # Ranks without a channel may be threads of one process, which count each other's layers.
     built = layer.built if channel is not None else None
     width = wire.num_channels(length)
     options = layer.texts()

@@ -124,7 +124,7 @@ class LayerPhase(Forwarding):
     _place: str
     _fingerprint: float
     _fingerprints: list[float]  # what all ranks together send, if each sends the same
-    _buffer: HostArray  # of the line, when the line is open
+    _buffer: HostArray  # of the channel, from the first message on
     _payload: HostArray | None  # the first numbers of the buffer
     # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
     # four numbers, memoryviews 0.1.
@@ -153,7 +153,7 @@ class LayerPhase(Forwarding):
     def buffer(self, n: int) -> HostArray | None:
         """Memory for a payload of `n` numbers, which `allreduce` sends without a copy.
 
-        None where the communicator has no lines. Collective at the first call.
+        None where the communicator has no channel. Collective at the first call.
         """
         self._handshake(n)
         if self._size == 1:
@@ -276,7 +276,7 @@ class LayerPhase(Forwarding):
     def _num_zeros(self) -> int:
         """How many zeros stand before a payload that is handed over as an array.
 
-        Without lines, messages of unlike lengths would meet in the transport. The zeros make every
+        Without a channel, messages of unlike lengths would meet in the transport. The zeros make every
         message as long as the longest that the ranks have agreed on.
         """
         return max(self._known.longest - self._num_numbers - self.num_trailer, 0)

@@ -1,8 +1,8 @@
 """Messages over an engine of torch's: a gloo group of multibn's own, beside the user's group.
 
 gloo ends the process where messages of unlike lengths meet. So every message begins with a part of
-one length for all lines: a fingerprint of the line, the dtype and the shape, and as much of the
-message as has room. Only where the fingerprints of all ranks agree does the rest follow.
+one length for all: a fingerprint of the message's kind, dtype and shape, and as much of the message
+as has room. Only where the fingerprints of all ranks agree does the rest follow.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ Start: TypeAlias = Callable[[HostArray], Poll]
 
 
 class BlockAllreduce:
-    """A line over sums of an engine, which must be of one length on all ranks.
+    """An allreduce by an engine whose sums must be of one length on all ranks.
 
     `start` begins to sum a vector over the `size` ranks, in place.
     """

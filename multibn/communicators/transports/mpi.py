@@ -25,7 +25,7 @@ from multibn.communicators.watchdog import Status, StatusBoard
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-_OFTEN = 50  # messages after which a line is worth a persistent request
+_OFTEN = 50  # messages after which one length is worth a persistent request
 
 
 class MPI(ChannelCommunicator):
@@ -193,7 +193,7 @@ class _Allreduce:
     """A duplicate of the communicator.
 
     Messages that are sent often from one buffer have a persistent request where MPI knows such
-    (since 4.0): making a new request takes half of the time of a small message. Channel of few
+    (since 4.0): making a new request takes half of the time of a small message. Lengths of few
     messages have none, since Open MPI 5.0 never frees the working memory of such a request, which
     is as long as the message: groups made and destroyed again and again would add up.
     """
@@ -270,7 +270,7 @@ after_fork(_after_fork)
 
 
 def channel_of(comm: "Comm") -> Channel:
-    """The lines of all handles of one mpi4py communicator."""
+    """The channel of all handles of one mpi4py communicator."""
     channel: Any = comm.Get_attr(_keyval())
     if channel is None:
         channel = Channel(_Transport(comm))
@@ -282,7 +282,7 @@ def channel_of(comm: "Comm") -> Channel:
 
 @cache
 def _keyval() -> int:
-    """The key under which MPI keeps the lines with the communicator, and lets go of both."""
+    """The key under which MPI keeps the channel with the communicator, and lets go of both."""
     from mpi4py import MPI as mpi
 
     return mpi.Comm.Create_keyval(delete_fn=_on_free)

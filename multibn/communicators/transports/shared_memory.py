@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine share, and the lines that a group opens in it.
+"""Memory that the ranks of one machine share, and a group's messages in it.
 
 The ranks of a group meet in a store. The first offers memory, and the others try to open it: names
 of machines repeat, and containers may be shut off from each other. If all ranks have the memory,
@@ -37,14 +37,14 @@ SMALL = 2**16  # bytes: each rank reads what all ranks write, and an engine is b
 _GATE = 256  # bytes, see _shared_memory.c
 _HEAD = 8  # numbers before those of an array of any kind: a cache line
 _LOOK = 0.02  # seconds between two looks at whether the other processes live
-# Numbers that a rank may have in all lines of a group together. Addresses are reserved for so many;
+# Numbers that a rank may have in all messages of a group together. Addresses are reserved for so many;
 # memory that nobody has written to is not used.
 _NUMBERS = 2**20
 _TRIAL = 2**16  # bytes that must be had before the others are told of the memory
 
 
 class SharedMemory:
-    """Memory of a group whose ranks are all on one machine, as the first line finds out.
+    """Memory of a group whose ranks are all on one machine, as its first message finds out.
 
     The ranks meet in a part of torch.distributed's store, which is used by this group alone.
     """
@@ -192,11 +192,11 @@ def why_not() -> str | None:
 
 
 class SharedAllreduce:
-    """A line in shared memory: a gate, and slots of shape (2, ranks, length).
+    """An allreduce in shared memory: a gate, and slots of shape (2, ranks, length).
 
     The gate counts the ranks that have come to a message. Messages with even and with odd numbers
     have slots of their own: when a rank begins a message, all ranks have read the message before
-    the last. A line that has no `buffer`, from which all messages are sent, carries small arrays of
+    the last. One that has no `buffer`, from which all messages are sent, carries small arrays of
     any dtype and shape. Their slots begin with a fingerprint of both, for numbers of one rank would
     be added to whatever stands beside those of another.
     """
@@ -224,9 +224,9 @@ class SharedAllreduce:
         self._message_at = 0
 
     def meet(self) -> Iterator[Poll]:
-        """Ends when all ranks have opened the line of this number.
+        """Ends when all ranks have opened the allreduce of this number.
 
-        The ranks of other lines have failed to meet, and notices will say where they are.
+        The ranks of other ones have failed to meet, and notices will say where they are.
         """
         numbers = np.array([self._number + 3.0, (self._number + 3.0) ** 2])
         yield self.begin(numbers)

@@ -86,7 +86,7 @@ class TorchDistributed(ChannelCommunicator):
         self._ranks: tuple[int, ...] | None = None
         self._known_under = _reference(None if group is None else dist.group.WORLD)
         self._channel: Channel | None = None
-        self._group_of_channel = _reference(None)  # the group of these lines
+        self._group_of_channel = _reference(None)  # the group of this channel
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
         if dist.is_initialized():
@@ -282,7 +282,7 @@ class _World:
         return dist.PrefixStore(f"multibn/{name}/{self._names[name]}", store)
 
     def channel_of(self, group: dist.ProcessGroup) -> Channel:
-        """The lines of all handles of one process group."""
+        """The channel of all handles of one process group."""
         if group not in self.channel:
             channel = self.channel[group] = Channel(_Transport(group))
             # torch tells nobody that a group was destroyed, but drops it.
