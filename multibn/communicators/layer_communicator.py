@@ -276,8 +276,8 @@ class LayerPhase(Forwarding):
     def _num_zeros(self) -> int:
         """How many zeros stand before a payload that is handed over as an array.
 
-        Without a channel, messages of unlike lengths would meet in the transport. The zeros make every
-        message as long as the longest that the ranks have agreed on.
+        Without a channel, messages of unlike lengths would meet in the transport. The zeros make
+        every message as long as the longest that the ranks have agreed on.
         """
         return max(self._known.longest - self._num_numbers - self.num_trailer, 0)
 

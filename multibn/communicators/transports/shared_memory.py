@@ -37,8 +37,8 @@ SMALL = 2**16  # bytes: each rank reads what all ranks write, and an engine is b
 _GATE = 256  # bytes, see _shared_memory.c
 _HEAD = 8  # numbers before those of an array of any kind: a cache line
 _LOOK = 0.02  # seconds between two looks at whether the other processes live
-# Numbers that a rank may have in all messages of a group together. Addresses are reserved for so many;
-# memory that nobody has written to is not used.
+# Numbers that a rank may have in all messages of a group together. Addresses are reserved for so
+# many; memory that nobody has written to is not used.
 _NUMBERS = 2**20
 _TRIAL = 2**16  # bytes that must be had before the others are told of the memory
 
