@@ -163,7 +163,7 @@ def check_a_perturbed_element_is_found(world: Communicator) -> None:
     model = _network(world)
     counting = CountingCommunicator(world)
     expect_in_sync(model, counting)
-    assert len(counting.take()) == 2
+    assert len(counting.take()) == 3
     culprit = world.size - 1
     if world.rank == culprit:
         model.norm2.avg_var[1] += 0.5
