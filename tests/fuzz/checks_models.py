@@ -18,7 +18,7 @@ from tests.communicators.checks_handshake import _numbers_restored
 from tests.fuzz.calls import CALLS
 from tests.harness.runs import on
 
-RUNS = on("torchrun mpiexec", 2, needs="torch")
+RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
 
 
 def _models(world: Communicator, rng: np.random.Generator) -> list[Any]:
