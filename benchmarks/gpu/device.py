@@ -16,7 +16,7 @@ import torch
 
 from multibn import kernels
 from multibn.communicators.channel import ChannelCommunicator
-from multibn.communicators.layer_communicator import LayerPhase
+from multibn.engine import plan
 from multibn.kernels import cuda
 
 STAND_INS = os.environ.get("MULTIBN_GPU_STAND_INS") == "1"
@@ -132,4 +132,4 @@ def use_gpu_kernels(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(kernels, "select", selected)
     # Messages as on a GPU, not in a line's memory.
-    patch.setattr(LayerPhase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
+    patch.setattr(plan, "_place", lambda x: "torch's GPU")

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import chainer
 import numpy as np
@@ -10,32 +12,53 @@ from chainer import FunctionNode, Variable
 from chainer import functions as F
 
 from multibn._arrays import array_namespace
-from multibn._typing import Array, Weighting, check_residual
+from multibn._typing import Array, check_residual
 from multibn.communicators import Communicator
-from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import raise_for_nan_gradients
-from multibn.engine import masks, statistics, step
+from multibn.communicators.resolve import default_group
+from multibn.engine import masks, statistics
+from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Gradient, NormArgs
 from multibn.kernels import reference
 
 
-def normalize(args: NormArgs, communicator: Communicator, /, *, weighting: Weighting) -> Variable:
-    """`args.x` normalized by the whole batch; moves `args.running` in place.
+def guard(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] | None:
+    """All that a plan for a call of `link` depends on; None where every call asks anew."""
+    array, added = getattr(x, "array", x), getattr(residual, "array", residual)
+    are_arrays = type(array) is np.ndarray and (residual is None or type(added) is np.ndarray)
+    if not are_arrays or chainer.config.schedule_func is not None:
+        return None
+    gamma, beta, world = link.gamma, link.beta, default_group()
+    needed = chainer.config.enable_backprop and (
+        getattr(x, "requires_grad", False)
+        or getattr(gamma, "requires_grad", False)
+        or getattr(beta, "requires_grad", False)
+        or getattr(residual, "requires_grad", False)
+    )
+    key = [array.shape, array.dtype, needed, finetune, chainer.config.in_recomputing]
+    key += link.weighting, link.axis, link.avg_mean.shape, gamma is None, beta is None
+    if residual is not None:
+        key += added.shape, added.dtype
+    key.append(world and ref(world))  # weak: a plan keeps no group alive
+    return tuple(key)
 
-    Collective, as its backward pass.
-    """
+
+def prepare(args: NormArgs, link: Any, finetune: bool) -> Plan:
+    """A plan for a call of `link` with these arguments. Collective at the link's first call."""
     if chainer.config.schedule_func is not None:
         raise NotImplementedError(
             "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
             "those of the first batch. Remove the decorator, which may stay for evaluation."
         )
-    function = BatchNormalization(args, communicator, weighting)
-    arrays = [getattr(args, name) for name in function.names]
-    function.needed = chainer.config.enable_backprop and any(
-        getattr(v, "requires_grad", False) for v in arrays
+    arrays = args.x, args.weight, args.bias, args.residual
+    needed = any(getattr(v, "requires_grad", False) for v in arrays)
+    return Plan(
+        args._replace(x=chainer.as_array(args.x)),
+        link.layer_communicator,
+        weighting=link.weighting,
+        needs_gradient=chainer.config.enable_backprop and needed,
+        finetune=finetune and not chainer.config.in_recomputing,
     )
-    return function.apply(arrays)[0]
 
 
 def check_input(
@@ -85,8 +108,7 @@ def check_input(
         raise
 
 
-# The arguments of a pass that are inputs of a node, in their order.
-_INPUTS = "x", "weight", "bias", "residual"
+_constant = partial(Variable, requires_grad=False)
 
 
 class BatchNormalization(FunctionNode):
@@ -96,65 +118,64 @@ class BatchNormalization(FunctionNode):
     """
 
     batch: BatchStatistics
-    needed = True  # whether a backward pass may follow
 
-    def __init__(self, args: NormArgs, communicator: Communicator, weighting: Weighting) -> None:
+    def __init__(self, plan: Plan, args: NormArgs) -> None:
         super().__init__()
-        self.communicator, self._weighting = communicator, weighting
+        self.plan, self.communicator = plan, plan.communicator
         # Not `args` itself: of the arrays, Chainer keeps those that the backward pass needs.
-        self.input = args._replace(x=None, weight=None, bias=None, residual=None)
-        self.names = [name for name in _INPUTS if getattr(args, name) is not None]
-        self.eps = args.eps  # read by onnx_chainer, as `axis`
+        self.eps, self.relu, self.mask = args.eps, args.relu, args.mask  # onnx_chainer reads `eps`
+        self._running = args.running
 
     @property
     def axis(self) -> tuple[int, ...]:
         """The axes to reduce, for the node that onnx_chainer makes in training."""
-        if self.input.relu or self.input.mask is not None or "residual" in self.names:
+        if self.relu or self.mask is not None or "residual" in self.plan.given:
             raise NotImplementedError(
                 "ONNX has no batch normalization with a mask, a residual or a ReLU inside. Export "
                 "the model with train=False."
             )
-        return self.input.axis
+        return self.plan.axis
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        self.retain_inputs([k for k, name in enumerate(self.names) if name != "residual"])
-        if self.input.relu:
+        has_residual = "residual" in self.plan.given
+        self.retain_inputs(tuple(range(len(inputs) - has_residual)))
+        if self.relu:
             self.retain_outputs((0,))
-        args = self._filled(inputs)
-        running: Any = getattr(args.running, "running", args.running)  # of a pool
-        facts = self.needed, running is not None and running.momentum is None  # finetune=True
-        communicator = during(self.communicator, "forward", args.x.dtype, *facts)
-        y, self.batch = step.forward(args, communicator, weighting=self._weighting)
-        # The graph need not keep running statistics.
-        self.input = self.input._replace(running=None)
+        y, self.batch = self.plan.forward(self._arguments(inputs))
+        self._running = None  # the graph need not keep running statistics
         return (y,)
 
-    def _filled(self, inputs: Sequence[Any]) -> NormArgs:
-        """The arguments of the pass, with the node's inputs, or those retained, in their places."""
-        return self.input._replace(**dict(zip(self.names, inputs, strict=False)))
+    def _arguments(self, inputs: Sequence[Any]) -> NormArgs:
+        """The arguments of the pass: the node's inputs, or those retained, and the options."""
+        options: Any = {"eps": self.eps, "axis": self.plan.axis, "relu": self.relu}
+        arrays: Any = dict.fromkeys(("weight", "bias"), None) | dict(
+            zip(self.plan.given, inputs, strict=False)
+        )
+        return NormArgs(**arrays, **options, mask=self.mask, running=self._running)
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
         inputs = self.get_retained_inputs()
-        y = self.get_retained_outputs()[0].array if self.input.relu else None
+        y = self.get_retained_outputs()[0].array if self.relu else None
+        given = self.plan.given
         if chainer.config.enable_backprop:  # enable_double_backprop=True
-            dy = masked(grad_outputs[0], self.input.mask if y is None else y > 0)
-            found = self._differentiable_gradients(self._filled(inputs), dy)
-            return (*found, dy)[: len(self.names)]
+            dy = masked(grad_outputs[0], self.mask if y is None else y > 0)
+            found = self._differentiable_gradients(self._arguments(inputs), dy)
+            return (*found, dy)[: len(given)]
         (dy,) = map(chainer.as_array, grad_outputs)
         if chainer.is_debug():
-            counted = reference.masked(dy, self.input.mask)
+            counted = reference.masked(dy, self.mask)
             raise_for_nan_gradients(self.communicator, bool((counted != counted).any()))
-        args = self._filled([*map(chainer.as_array, inputs)])
-        has_residual = "residual" in self.names
+        args = self._arguments([*map(chainer.as_array, inputs)])
+        has_residual = "residual" in given
         # Without a residual, `x` has the signs.
         g = Gradient(dy, args, self.batch, y if has_residual else None)
-        dx, dresidual, *parameters = step.backward(g, self.communicator, means=True)
+        dx, dresidual, dweight, dbias = self.plan.backward(g, means=True)
         if has_residual and dresidual is None:
             dresidual = reference.residual_gradient(g)
-        gradients = [v for v in (dx, *parameters, dresidual) if v is not None]
-        return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
+        gradients = {"x": dx, "weight": dweight, "bias": dbias, "residual": dresidual}
+        return tuple(map(_constant, map(gradients.get, given)))
 
     def _differentiable_gradients(self, args: NormArgs, dy: Variable) -> list[Variable]:
         """Gradients of x and the parameters, by functions that Chainer can differentiate.

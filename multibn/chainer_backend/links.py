@@ -21,9 +21,8 @@ from multibn.communicators.diagnostics import find_module_path
 from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
-from multibn.engine import step
-from multibn.engine.running import StepAccumulator
-from multibn.engine.step import NormArgs
+from multibn.engine.plan import NormArgs
+from multibn.engine.running import StepAccumulator, update_running
 from multibn.kernels import Running
 from multibn.options import NormOptions
 
@@ -249,14 +248,24 @@ class MultiNodeBatchNormalization(chainer.Link):
         `gamma` and `beta`. A backward pass with a graph computes in float64 and repeats the forward
         pass's allreduce; each of its allreduces has another one in the next derivative.
         """
-        communicator = self.layer_communicator if chainer.config.train else SingleProcess()
-        options = {"residual": residual, "mask": mask, "lengths": lengths}
-        channels = self.avg_mean.shape
-        axis, mask = functions.check_input(x, channels, self.axis, communicator, **options)
+        trains, key, plan = chainer.config.train, None, None
+        sharing: Any = self.layer_communicator if trains else SingleProcess()
+        if trains and mask is lengths is None:
+            key = functions.guard(x, residual, self, finetune)
+            plan = sharing.plans.get(key)
+        if plan is None:
+            options = {"residual": residual, "mask": mask, "lengths": lengths}
+            channels = self.avg_mean.shape
+            axis, mask = functions.check_input(x, channels, self.axis, sharing, **options)
+        else:
+            axis = plan.axis
         args = NormArgs(x, self.gamma, self.beta, self.eps, axis, self.fuse_relu, mask, residual)
-        return self._train(args, finetune) if chainer.config.train else self._evaluate(args)
-
-    def _train(self, args: NormArgs, finetune: bool) -> chainer.Variable:
+        if not trains:
+            return self._evaluate(args)
+        if plan is None:
+            plan = functions.prepare(args, self, finetune)
+            if key is not None:
+                sharing.keep(key, plan)
         momentum = None if finetune else 1.0 - self.decay
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention
@@ -267,7 +276,8 @@ class MultiNodeBatchNormalization(chainer.Link):
             moved.running = running
         if not chainer.config.in_recomputing:  # by F.forget
             args = args._replace(running=moved)
-        y = functions.normalize(args, self.layer_communicator, weighting=self.weighting)
+        arrays = [getattr(args, name) for name in plan.given]
+        (y,) = functions.BatchNormalization(plan, args).apply(arrays)
         if moved is running:
             self.count(running)
         return y
@@ -347,7 +357,7 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
         if pool is not None:
             # The arrays of this moment: others may have taken the place of those of the call.
             running = pool.running._replace(mean=link.avg_mean, var=link.avg_var)
-            step.update_running(running, *pool.compute())
+            update_running(running, *pool.compute())
             link.count(running)
 
 

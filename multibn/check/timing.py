@@ -34,9 +34,9 @@ def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = Fals
 
     The first is of forward messages with all checks, the second of bare allreduces as long.
     """
-    phase = LayerCommunicator(communicator, lambda: f"{C}").during("forward", np.dtype(np.float32))
     n, sent = wire.forward_payload(C), np.zeros(wire.length(C))
     numbers: Any = sent
+    layer = LayerCommunicator(communicator, lambda: f"{C}")
     bare: Step = lambda: communicator.mpi_comm.Allreduce(sent, sent.copy())  # noqa: E731
     if on_gpu or not hasattr(communicator, "mpi_comm"):
         import torch
@@ -47,8 +47,10 @@ def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = Fals
         if dist.is_initialized():
             bare = lambda: dist.all_reduce(numbers)  # noqa: E731
 
+    phase = layer.during("forward", np.dtype(np.float32), n, like=numbers)
+
     def checked() -> None:
-        memory: Any = phase.message(n, numbers) if on_gpu else phase.buffer(n)
+        memory: Any = phase.message(numbers) if on_gpu else phase.buffer()
         if isinstance(memory, wire.Message):
             memory.write(numbers[:n])
         phase.allreduce(numbers[:n] if memory is None else memory)

@@ -26,6 +26,8 @@ from multibn.communicators.transports.pinned import begin_copy
 from multibn.communicators.watchdog import ALIKE, alike
 from multibn.wire import Message
 
+MOST_PLANS = 64  # of a layer: more are made anew in time
+
 
 class LayerCommunicator(Forwarding):
     """A communicator as one layer uses it.
@@ -47,9 +49,10 @@ class LayerCommunicator(Forwarding):
     ) -> None:
         self.wrapped = communicator
         self.built, self.options = built, options
-        self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
-        self.phases: dict[tuple[str, Any, bool, bool], LayerPhase] = {}
+        self.phases: dict[tuple[str, Any, bool, bool, int], LayerPhase] = {}
+        # The plans of the layer's steps, by all in which steps may differ: `multibn.engine.plan`.
+        self.plans: dict[Any, Any] = {}
         self._elsewhere: dict[Communicator, LayerCommunicator] = {}
         # The names that the layer has in each group, by its own name and the messages' length.
         self.names: WeakKeyDictionary[GroupState, dict[Any, str]] = WeakKeyDictionary()
@@ -80,24 +83,41 @@ class LayerCommunicator(Forwarding):
             )
         return self._elsewhere[communicator]
 
-    def during(
-        self, phase: str, dtype: Any, needs_gradient: bool = True, finetune: bool = False
-    ) -> "LayerPhase":
-        """The communicator for messages about activations of `dtype` in a phase of the layer.
+    def keep(self, key: object, plan: Any) -> None:
+        """Keep a plan for later steps; forget all of them where a layer meets ever new inputs."""
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.clear()
+        self.plans[key] = plan
 
-        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's.
+    def during(
+        self,
+        phase: str,
+        dtype: Any,
+        n: int,
+        /,
+        *,
+        needs_gradient: bool = True,
+        finetune: bool = False,
+        like: Any = None,
+    ) -> "LayerPhase":
+        """The communicator for messages of `n` numbers, about activations of `dtype`, in a phase.
+
+        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's. A
+        group that sums on GPUs alone compares layers on that of `like`. Collective at the first
+        call for a group of ranks; torch's default process group may have been made anew since.
         """
-        key = phase, dtype, needs_gradient, finetune
+        key = phase, dtype, needs_gradient, finetune, n
+        group = self.resolve()
         known = self.phases.get(key)
-        if known is None:
-            known = self.phases[key] = LayerPhase(self, *key)
+        if known is None or not known.is_over(group):
+            known = self.phases[key] = LayerPhase(self, group, *key, like)
         return known
 
 
-def during(communicator: Communicator, phase: str, dtype: Any, /, *facts: bool) -> Communicator:
+def during(communicator: Communicator, phase: str, dtype: Any, n: int, /) -> Communicator:
     """`LayerCommunicator.during` of a layer's communicator; any other communicator as it is."""
     if isinstance(communicator, LayerCommunicator):
-        return communicator.during(phase, dtype, *facts)
+        return communicator.during(phase, dtype, n)
     return communicator
 
 
@@ -112,75 +132,91 @@ class _Latest:
 
 
 class LayerPhase(Forwarding):
-    """A layer's communicator in one phase.
+    """A layer's communicator in one phase, for messages of one length.
 
-    What goes with each message is found out once for each number of numbers, by `_handshake`.
+    What goes with each message is found out when it is made, which is collective where the ranks
+    have not compared their layers.
     """
 
-    _communicator: Any = None  # of the latest messages
-    _channel: Channel | None
-    _size: int
     _known: GroupState
     _place: str
     _fingerprint: float
-    _fingerprints: list[float]  # what all ranks together send, if each sends the same
     _buffer: HostArray  # of the channel, from the first message on
-    _payload: HostArray | None  # the first numbers of the buffer
+    _payload: HostArray | None = None  # the first numbers of the buffer
     # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
     # four numbers, memoryviews 0.1.
     _tail: Any
     _summed_prints: memoryview
     _sent_tail: memoryview
 
-    def __init__(self, layer: LayerCommunicator, phase: str, dtype: Any, *facts: bool) -> None:
+    def __init__(
+        self,
+        layer: LayerCommunicator,
+        group: Any,
+        phase: str,
+        dtype: Any,
+        needs_gradient: bool,
+        finetune: bool,
+        n: int,
+        like: Any,
+    ) -> None:
         self.wrapped = layer
-        needs_gradient, finetune = facts
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
-        self.num_trailer = len(wire.trailer(phase, 0.0))
-        self._num_numbers = -1
-        self.mark = wire.NO_MARK
+        self._num_numbers, self.num_trailer = n, len(wire.trailer(phase, 0.0))
         self._calls = 0
         self._latest = _Latest(self)
         self._pinned: dict[Any, list[Any]] = {}
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
+        self._group = group
+        self._channel: Channel | None = (
+            group.channel if isinstance(group, ChannelCommunicator) else None
+        )
+        self._size = int(group.size)
+        # A user's own class may do anything, and is called.
+        is_ours = self._channel is not None or type(group) is SingleProcess
+        self._is_alone = self._size == 1 and is_ours
+        self.mark = wire.mark(group.rank)
+        trailer = self._handshake(like) if self._size > 1 else []
+        self._sent_tail = np.array(trailer).data
+        # What all ranks together send, if each sends the same.
+        self._fingerprints = [self._size * v for v in trailer[-2:]]
+
+    def is_over(self, group: Any) -> bool:
+        """Whether the messages still go to the ranks of `group`."""
+        is_same = group is self._group
+        return is_same and (self._channel is None or self._channel is group.channel)
 
     def _look_up(self) -> Any:
-        return self.wrapped
+        return self._group
 
-    def buffer(self, n: int) -> HostArray | None:
-        """Memory for a payload of `n` numbers, which `allreduce` sends without a copy.
+    def buffer(self) -> HostArray | None:
+        """Memory for the payload, which `allreduce` sends without a copy.
 
-        None where the communicator has no channel. Collective at the first call.
+        None where the communicator has no channel. Collective at the first message of this length.
         """
-        self._handshake(n)
         if self._size == 1:
-            memory = np.empty(n)
-            # A user's own class may do anything, and is called.
-            if self._channel is not None or type(self._communicator) is SingleProcess:
-                self._payload = memory
-            return memory
-        if self._channel is None:
-            return None
-        return self._payload if self._payload is not None else self._open(self._calls + 1)
+            return np.empty(self._num_numbers)
+        if self._channel is not None and self._payload is None:
+            self._payload = self._open(self._calls + 1)
+        return self._payload
 
-    def message(self, n: int, like: Array) -> Message | None:
-        """Memory on a torch GPU for a message with a payload of `n` numbers; `allreduce` takes it.
+    def message(self, like: Array) -> Message | None:
+        """Memory on a torch GPU for a message; `allreduce` takes it.
 
-        None where such a message would go through host memory. Collective at the first call.
+        None where such a message would go through host memory.
         """
-        self._handshake(n, like)
         device = like.device
         if device not in self._dtypes:
-            takes = self._size > 1 and (self._channel is None or self._communicator.takes(like))
+            takes = self._size > 1 and (self._channel is None or self._group.takes(like))
             self._dtypes[device] = array_namespace(like).float64 if takes else None
         dtype = self._dtypes[device]
         if dtype is None:
             return None
         start = self._num_zeros()
-        length = start + n + self.num_trailer
+        length = start + self._num_numbers + self.num_trailer
         return Message(like.new_empty(length, dtype=dtype), start, self._fingerprint)
 
     def allreduce(self, x: Array | Message, /) -> Array:
@@ -189,30 +225,32 @@ class LayerPhase(Forwarding):
         Memory that `buffer` returned is summed in place, and stays valid until the next message; so
         is a `message`, whose memory is its own.
         """
-        if isinstance(x, Message):
-            self._calls += 1
-            return self._allreduce_array(x)
-        if self._num_numbers < 0 or x is not self._payload:
-            self._handshake(x.shape[0], x)
-        payload, is_for_us = self._payload, False
         self._calls += 1
-        if self._size == 1:
-            return x if x is payload else self._communicator.allreduce(x)
-        if payload is None or x is not payload:
-            if self._channel is None or self._communicator.takes(x):
-                return self._allreduce_array(x)
-            payload = self._open(self._calls)
-            payload[:] = to_host(x)
-            # The caller looks at no numbers on a GPU, and has an error if it refuses its input.
-            is_for_us = not is_on_host(x) and not wire.is_refusal(payload)
+        if x is not self._payload:
+            return self._allreduce_other(x)
         assert self._channel is not None
         self._tail[:] = self._sent_tail
         self._channel.exchange(self._buffer, self._place, self._latest)
         if self._summed_prints.tolist() != self._fingerprints:
             self.check(self._buffer)
+        return x
+
+    def _allreduce_other(self, x: Array | Message) -> Array:
+        """Sum a payload that does not stand in the channel's memory."""
+        if self._size == 1:
+            return x if self._is_alone else self._group.allreduce(x)
+        if isinstance(x, Message) or self._channel is None or self._group.takes(x):
+            return self._allreduce_array(x)
+        self._calls -= 1
+        payload = self.buffer()
+        assert payload is not None
+        payload[:] = to_host(x)
+        # The caller looks at no numbers on a GPU, and has an error if it refuses its input.
+        is_for_us = not is_on_host(x) and not wire.is_refusal(payload)
+        self.allreduce(payload)
         if is_for_us and self.name == "forward":
             nonfinite.raise_if_nonfinite(self, self.dtype, payload)
-        return payload if x is payload else from_host(payload.copy(), x)
+        return from_host(payload.copy(), x)
 
     def __str__(self) -> str:
         return self._call(self._calls)
@@ -221,57 +259,34 @@ class LayerPhase(Forwarding):
         """A call of the layer, for people."""
         return f"{display_name(self.wrapped.name)} ({self.name}, {self.kind}, call {number})"
 
-    def _handshake(self, n: int, like: Any = None) -> None:
-        """Learn that all ranks are in a layer like this one; collective where that is not known.
+    def _handshake(self, like: Any) -> list[float]:
+        """Learn that all ranks are in a layer like this one, and what follows each payload.
 
-        A group that sums on GPUs alone does so on that of `like`.
+        Collective where that is not known.
         """
-        layer = self.wrapped
-        forwarding = layer.forwarding
-        communicator: Any = layer.wrapped if forwarding is None else forwarding.resolve()
-        if (
-            communicator is self._communicator
-            and n == self._num_numbers
-            # torch's default process group may have been made anew.
-            and (self._channel is None or self._channel is communicator.channel)
-        ):
-            return
-        self._num_numbers = -1  # until the ranks have agreed
-        self._channel = (
-            communicator.channel if isinstance(communicator, ChannelCommunicator) else None
-        )
-        self._size, self._payload = communicator.size, None
-        self.mark = wire.mark(communicator.rank)
-        trailer: list[float] = []
-        if self._size > 1:
-            length = n + self.num_trailer
-            call = self._call(self._calls + 1)
-            with on_device_of(like):
-                name, self._known = handshake(layer, communicator, self._channel, length, call)
-            # With the length: layers of one name and unlike widths may meet in a message.
-            layer_name, _, number = name.rpartition(" ")
-            channels = wire.num_channels(length)
-            which = f"{channels} channels, layer {number} by the first call"
-            self._place = f"{layer_name} {self.name}: {which}"
-            facts = f"{self._place} {self.kind} {self.gradients}"
-            if layer.built is None:  # each call of a function has options of its own
-                facts += f" {layer.texts()}"
-            self._fingerprint = wire.fingerprint(facts)
-            trailer = wire.trailer(self.name, self._fingerprint)
-        self._sent_tail = np.array(trailer).data
-        self._fingerprints = [self._size * v for v in trailer[-2:]]
-        self._communicator, self._num_numbers = communicator, n
-        self._dtypes = {}
+        layer, length = self.wrapped, self._num_numbers + self.num_trailer
+        call = self._call(self._calls + 1)
+        with on_device_of(like):
+            name, self._known = handshake(layer, self._group, self._channel, length, call)
+        # With the length: layers of one name and unlike widths may meet in a message.
+        layer_name, _, number = name.rpartition(" ")
+        channels = wire.num_channels(length)
+        which = f"{channels} channels, layer {number} by the first call"
+        self._place = f"{layer_name} {self.name}: {which}"
+        facts = f"{self._place} {self.kind} {self.gradients}"
+        if layer.built is None:  # each call of a function has options of its own
+            facts += f" {layer.texts()}"
+        self._fingerprint = wire.fingerprint(facts)
+        return wire.trailer(self.name, self._fingerprint)
 
     def _open(self, number: int) -> HostArray:
         """The payload's memory, for this call. Collective at the first one for this length."""
         assert self._channel is not None
-        n, call = self._num_numbers, self._call(number)
-        self._buffer = self._channel.buffer(n + self.num_trailer, call)
-        self._payload = self._buffer[:n]
+        n = self._num_numbers
+        self._buffer = self._channel.buffer(n + self.num_trailer, self._call(number))
         self._tail = self._buffer[n:].data
         self._summed_prints = self._tail[-2:]
-        return self._payload
+        return self._buffer[:n]
 
     def _num_zeros(self) -> int:
         """How many zeros stand before a payload that is handed over as an array.
@@ -287,11 +302,11 @@ class LayerPhase(Forwarding):
         known = self._known
         if len(known.unread) >= known.ahead:
             known.look(known.ahead - 1)
-        reduce = self._communicator.allreduce
+        reduce = self._group.allreduce
         if isinstance(x, Message):
             start, numbers = x.start, x.numbers
             if self._channel is not None:
-                reduce = self._communicator.allreduce_in_place
+                reduce = self._group.allreduce_in_place
         else:
             start, sent = self._num_zeros(), to_host(x) if on_host else x
             around = np.zeros(start + self._num_numbers + self.num_trailer)

@@ -57,10 +57,10 @@ class observing(Taping):  # noqa: N801
     ('SyncBatchNorm', tensor([1.], dtype=torch.float64), 2.0)
     """
 
-    def keep(self, batch: BatchStatistics, args: NormArgs | None, communicator: Any) -> None:
+    def keep(self, batch: BatchStatistics, args: NormArgs | None, plan: Any) -> None:
         if args is None:
             return
-        layer = layer_of(communicator)
+        layer = layer_of(plan.communicator)
         _, n = masks.weigh(args, sizes(args.x.shape, args.axis)[1], "element")
         mean, var = reference.local_moments(args.x, args.axis, args.mask, n)
         count = 0 * batch.count + n

@@ -12,10 +12,10 @@ from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators.nonfinite import layer_of
 from multibn.engine.lockstep import END, Lockstep
-from multibn.engine.recompute import Taping, is_recording
+from multibn.engine.plan import Plan
+from multibn.engine.recompute import Taping
 from multibn.engine.running import PopulationEstimator, running_variance
 from multibn.engine.statistics import BatchStatistics, reduced_axes
-from multibn.engine.step import forward as layer_forward
 
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Array, Array, Any]
@@ -60,17 +60,17 @@ class Pass(Taping):
         """Note a function, to be called in each step for which this rank has no batch."""
         self._visits.append(visit)
 
-    def keep(self, batch: BatchStatistics, args: Any, communicator: Any) -> None:
+    def keep(self, batch: BatchStatistics, args: Any, plan: Any) -> None:
         """Add the input of a layer's message, unless the layer has skipped the batch."""
         if args is None:  # the pass runs again, without messages
             return
+        communicator = plan.communicator
         if communicator.size > 1:
             shape = tuple(0 if k == args.axis[0] else n for k, n in enumerate(args.x.shape))
             x = array_namespace(args.x).empty(shape, dtype=args.x.dtype, device=device(args.x))
             empty = args._replace(x=x, mask=None, residual=None, running=None)
-            needed = is_recording()  # as layers without gradients say
-            message = partial(layer_forward, weighting="element", needs_gradient=needed)
-            self.repeat(partial(message, empty, communicator))
+            again = Plan(empty, communicator, weighting="element", **plan.facts)
+            self.repeat(partial(again.forward, empty))
         found = layer_of(communicator)
         layer = self._by_options.get(found and found.options)
         if layer is None:

@@ -32,8 +32,8 @@ class Taping:
     def __exit__(self, *exception: object) -> None:
         state.stack.remove(self)
 
-    def keep(self, batch: BatchStatistics, args: NormArgs | None, communicator: Any) -> None:
-        """Put the statistics of an input on the tape."""
+    def keep(self, batch: BatchStatistics, args: NormArgs | None, plan: Any) -> None:
+        """Put the statistics of an input, in the step of `plan`, on the tape."""
         self.tape.append(batch)
 
 
@@ -130,7 +130,7 @@ def replayed(channels: tuple[int, ...]) -> BatchStatistics | None:
     return None
 
 
-def record(batch: BatchStatistics, args: NormArgs | None = None, communicator: Any = None) -> None:
+def record(batch: BatchStatistics, args: NormArgs | None = None, plan: Any = None) -> None:
     """Put statistics on all tapes that record inside of the innermost replay, if any.
 
     Without an input they are of a pass that runs again.
@@ -138,7 +138,7 @@ def record(batch: BatchStatistics, args: NormArgs | None = None, communicator: A
     for current in reversed(state.stack):
         if isinstance(current, replaying):
             break
-        current.keep(batch, args, communicator)
+        current.keep(batch, args, plan)
 
 
 class _State(threading.local):

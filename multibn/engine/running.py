@@ -15,7 +15,7 @@ from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.engine import masks
 from multibn.engine.statistics import BatchStatistics, Moments, sizes, total
-from multibn.kernels import NormArgs, reference
+from multibn.kernels import NormArgs, Running, reference
 
 
 def running_variance(
@@ -168,3 +168,13 @@ class StepAccumulator:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
+
+
+def update_running(
+    running: Running | StepAccumulator, batch: BatchStatistics, local_count: Array
+) -> None:
+    """Move running statistics by those of a batch, or add the batch to a pool."""
+    if isinstance(running, StepAccumulator):
+        running.add(batch, local_count=local_count)
+    else:
+        reference.update_running(running, *batch[:3], local_count)

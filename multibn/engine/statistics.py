@@ -205,7 +205,7 @@ def refuse(
     mark = wire.mark(communicator.rank)
     payload = xp.full(shape, mark, dtype=wide.dtype, device=device(wide))
     payload[-1] = wire.REFUSED  # the count
-    layer_communicator.during(communicator, "forward", like.dtype).allreduce(payload)
+    layer_communicator.during(communicator, "forward", like.dtype, *shape).allreduce(payload)
 
 
 def not_floating(x: Array) -> TypeError:

@@ -156,6 +156,19 @@ def finish_backward(
     return reference.finish_backward(g, summed) if done is None else (dx, dresidual)
 
 
+def parameter_gradients(
+    summed: Array, g: Gradient, *, divisor: float
+) -> tuple[Array | None, Array | None]:
+    """As `reference.parameter_gradients`."""
+    if type(summed) is not np.ndarray or type(g.dy) is not np.ndarray:
+        return reference.parameter_gradients(summed, g, divisor=divisor)
+    weight, bias, means, C = g.input.weight, g.input.bias, summed / divisor, summed.size // 2
+    return (
+        None if weight is None else means[C:].astype(weight.dtype).reshape(weight.shape),
+        None if bias is None else means[:C].astype(bias.dtype).reshape(bias.shape),
+    )
+
+
 def normalize(args: NormArgs, batch: BatchStatistics) -> Array:
     """As `reference.normalize`."""
     y = _library(type(args.x)).empty_like(args.x)

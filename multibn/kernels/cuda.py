@@ -21,6 +21,7 @@ from torch import Tensor
 
 from multibn.kernels import reference
 from multibn.kernels.layout import channels, sizes_in_memory
+from multibn.kernels.reference import parameter_gradients as parameter_gradients
 from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher

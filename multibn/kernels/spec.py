@@ -86,7 +86,7 @@ class NormArgs(NamedTuple):
     residual
         Added to the normalized input, an array like `x`.
     running
-        A `Running` to be moved in place, unless all ranks are empty. `multibn.engine.step` takes a
+        A `Running` to be moved in place, unless all ranks are empty. `multibn.engine.plan` takes a
         `running.StepAccumulator` as well.
     """
 

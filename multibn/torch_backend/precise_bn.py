@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from multibn import wire
 from multibn._typing import check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.layer_communicator import during
@@ -259,7 +260,9 @@ class _MeanOfVar(PopulationEstimator):
         if skips(self._shared_by, x.dtype) and not moments.meansqr.sum().isfinite():
             moments = local_moments(x[:0], axis=axis)  # the layer's message will tell
         # In the phase "forward": on another rank this message may meet a layer's refusal.
-        batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
+        mean = moments.mean
+        n = wire.forward_payload(mean.numel())
+        batch = aggregate(moments, during(self._shared_by, "forward", mean.dtype, n))
         var = running_variance(batch, local_count=0)
         has_data = float(moments.count > 0)
         return reference.pack(batch.mean, var, has_data, has_data)

@@ -14,12 +14,12 @@ import pytest
 from multibn import wire
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import channel as _channel
-from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.watchdog import PATIENCE
 from tests.communicators import conformance
 from tests.communicators.transports import standin_cupy
 from tests.harness.runs import on, only
 from tests.helpers import require
+from tests.helpers.phases import Phase
 
 RUNS = on("torchrun mpiexec", 1, 2, 3, 4)
 
@@ -138,7 +138,7 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
 @only(sizes=(2, 3, 4), needs=("a machine without CuPy",))
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
     """At once, and not one call later: over these transports they come through host memory."""
-    phase = LayerCommunicator(world, lambda: "bn").during("forward", np.dtype("float32"))
+    phase = Phase(world, "bn")
     mark = wire.mark(world.rank)
     with standin_cupy.installed() as cupy:
         for last, kind, expected in (
@@ -200,10 +200,6 @@ def fresh(world: Communicator) -> Any:
     return as_communicator(MPI.COMM_WORLD.Dup())
 
 
-def _phase(communicator: Communicator, name: str) -> Any:
-    return LayerCommunicator(communicator, lambda: name).during("forward", np.dtype("float32"))
-
-
 def _said(communicator: Any, payload: Any, world: Communicator) -> str:
     """What a sum raises, once all ranks are here again: `communicator` is not used after it."""
     said = ""
@@ -226,10 +222,10 @@ def check_any_number_of_widths_takes_no_descriptors_and_threads(world: Communica
     for context in (contextlib.nullcontext(), _no_shared_memory()):
         with context:
             communicator = fresh(world)
-            _phase(communicator, "first").allreduce(np.ones(6))
+            Phase(communicator, "first").allreduce(np.ones(6))
             before = _resources()
             for C in range(3, 403, 4):
-                summed = _phase(communicator, f"bn{C}").allreduce(
+                summed = Phase(communicator, f"bn{C}").allreduce(
                     np.arange(2.0 * C + 2) + world.rank
                 )
                 expected = world.size * np.arange(2.0 * C + 2) + sum(range(world.size))
@@ -245,7 +241,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
     for _ in range(6):
         communicator = fresh(world)
         for C in (8, 100):
-            phase = _phase(communicator, f"bn{C}")
+            phase = Phase(communicator, f"bn{C}")
             phase.allreduce(np.ones(2 * C + 2))
         channel = communicator.channel
         if _under_torchrun(world):
@@ -262,7 +258,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
         with pytest.raises(RuntimeError, match="its process group was destroyed"):
             channel.sum(np.ones(1), "", "")
         with pytest.raises(RuntimeError, match=r"process group.* was destroyed\. Give the layer"):
-            phase.allreduce(phase.buffer(2 * C + 2))
+            phase.allreduce(phase.of(2 * C + 2).buffer())
         counts.append((*_resources(), len(_channel._channels)))
     world.allreduce(np.ones(1))
     assert counts[-1] == counts[1]  # the first may start a thread that stays
@@ -351,7 +347,7 @@ def check_messages_of_unlike_widths_are_told_apart(world: Communicator) -> None:
         (("bn", "bn"), which),
     ):
         communicator = fresh(world)
-        narrow, wide = (_phase(communicator, name) for name in names)
+        narrow, wide = (Phase(communicator, name) for name in names)
         for _ in range(2):
             for phase, C in ((narrow, 40), (wide, 60)):
                 np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)

@@ -13,13 +13,14 @@ import pytest
 
 from multibn import SingleProcess, wire
 from multibn.communicators.handshake import meet
-from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
+from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.consistency import check_equal
 from multibn.engine.statistics import Moments, aggregate
 from tests.communicators.transports import standin_cupy
 from tests.helpers import require
+from tests.helpers.phases import Phase
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
@@ -40,10 +41,6 @@ def _errors(size: int, work: Callable[[ThreadCommunicator], object]) -> list[Exc
     return run_ranks(size, run)
 
 
-def _phase(communicator: Any, name: str, phase: str = "forward") -> LayerPhase:
-    return LayerCommunicator(communicator, lambda: name).during(phase, np.dtype("float32"))
-
-
 @pytest.fixture(params=["numpy", "cupy"])
 def ones(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Makes arrays of ones, in host memory or on a GPU."""
@@ -62,7 +59,7 @@ on_a_gpu = pytest.mark.parametrize("ones", ["cupy"], indirect=True)
 def test_unlike_layers_are_named_on_all_ranks_at_the_first_message(ones: Any, size: int) -> None:
     def work(world: ThreadCommunicator) -> None:
         name = "layer1.bn2" if world.rank == 1 else "layer1.bn1"
-        _phase(world, name).allreduce(ones(LENGTH))
+        Phase(world, name).allreduce(ones(LENGTH))
 
     for error in _errors(size, work):
         assert isinstance(error, RuntimeError)
@@ -72,7 +69,7 @@ def test_unlike_layers_are_named_on_all_ranks_at_the_first_message(ones: Any, si
 
 def test_unlike_channels_are_named_before_messages_of_unlike_sizes(ones: Any) -> None:
     def work(world: ThreadCommunicator) -> None:
-        _phase(world, "0").allreduce(ones(2 * (C + world.rank) + 2))
+        Phase(world, "0").allreduce(ones(2 * (C + world.rank) + 2))
 
     for error in _errors(2, work):
         assert isinstance(error, ValueError)
@@ -97,7 +94,7 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
 ) -> None:
     own = SimpleNamespace(rank=0, size=2, allreduce=allreduce, split=None)
     with pytest.raises(TypeError) as raised:
-        _phase(own, "0").allreduce(np.ones(LENGTH))
+        Phase(own, "0").allreduce(np.ones(LENGTH))
     error = str(raised.value)
     assert error.startswith("`allreduce` of SimpleNamespace must return the sum over 2 ranks, an")
     assert found in error
@@ -124,8 +121,8 @@ class _Own:
         (lambda own: meet(own, "average_gradients", "a"), "average_gradients"),
         (lambda own: raise_for_nan_gradients(own, True), "the search for NaN in the gradient"),
         (lambda own: check_equal({"w": np.ones(1)}, own), "check_sync"),
-        (lambda own: _phase(own, "new").allreduce(np.ones(4)), "the first message of new"),
-        (lambda own: _phase(own, "new").allreduce(np.ones(40)), "the first message of new"),
+        (lambda own: Phase(own, "new").allreduce(np.ones(4)), "the first message of new"),
+        (lambda own: Phase(own, "new").allreduce(np.ones(40)), "the first message of new"),
     ],
 )
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -134,7 +131,7 @@ def test_unlike_messages_meet_in_an_error_over_a_users_own_class(
 ) -> None:
     def work(world: ThreadCommunicator) -> None:
         own: Any = _Own(world)
-        phases = [_phase(own, f"bn{n}") for n in range(num_layers)]
+        phases = [Phase(own, f"bn{n}") for n in range(num_layers)]
         for n, phase in enumerate(phases):
             phase.allreduce(np.ones(LENGTH + 2 * n))
         if world.rank:
@@ -150,7 +147,7 @@ def test_unlike_messages_meet_in_an_error_over_a_users_own_class(
 def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
     def work(world: ThreadCommunicator) -> str:
         own: Any = _Own(world)
-        phase = _phase(own, "bn")
+        phase = Phase(own, "bn")
         phase.allreduce(np.ones(LENGTH))
         if world.rank:
             with pytest.raises(RuntimeError) as raised:
@@ -170,7 +167,7 @@ def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None
         own = SimpleNamespace(rank=world.rank, size=2, allreduce=world.allreduce, split=None)
         layer = LayerCommunicator(own, lambda: "bn")
         for dtype in ("float32", "float32", "float64" if world.rank else "float32"):
-            layer.during("forward", np.dtype(dtype)).allreduce(np.ones(LENGTH))
+            layer.during("forward", np.dtype(dtype), LENGTH).allreduce(np.ones(LENGTH))
 
     for error in _errors(2, work):
         assert "rank(s) [1] in bn (forward, float64, call 1)" in str(error)
@@ -178,14 +175,14 @@ def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None
 
 def test_the_size_of_a_users_class_may_be_an_integer_of_numpy() -> None:
     own = SimpleNamespace(rank=np.int32(0), size=np.int32(2), allreduce=lambda x: 2 * x, split=None)
-    np.testing.assert_array_equal(_phase(own, "0").allreduce(np.ones(LENGTH)), 2 * np.ones(LENGTH))
+    np.testing.assert_array_equal(Phase(own, "0").allreduce(np.ones(LENGTH)), 2 * np.ones(LENGTH))
 
 
 def test_unlike_layers_are_named_later(ones: Any) -> None:
     """On a GPU some messages later: by then a message has long arrived in host memory."""
 
     def work(world: ThreadCommunicator) -> None:
-        layers = [_phase(world, name) for name in ("bn1", "bn2")]
+        layers = [Phase(world, name) for name in ("bn1", "bn2")]
         for layer in layers:
             summed = layer.allreduce(ones(LENGTH))
             host = summed.get() if hasattr(summed, "get") else summed
@@ -217,7 +214,7 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
     """They would meet in the transport, with unlike sizes: a hang, or an error of its own."""
 
     def work(world: ThreadCommunicator) -> None:
-        layers = [(_phase(world, f"bn{n}"), n) for n in (LENGTH, 2 * LENGTH)]
+        layers = [(Phase(world, f"bn{n}"), n) for n in (LENGTH, 2 * LENGTH)]
         for layer, n in layers:
             assert layer.allreduce(ones(n)).shape == (n,)
         layer, n = layers[world.rank % 2]
@@ -258,7 +255,7 @@ def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
     ones: Any, spoiled: float, kind: type[Exception], expected: str
 ) -> None:
     def work(world: ThreadCommunicator) -> None:
-        layer = _phase(world, "bn")
+        layer = Phase(world, "bn")
         layer.allreduce(ones(LENGTH) + (spoiled if world.rank == 1 else 0.0))
         for _ in range(AHEAD):
             layer.allreduce(ones(LENGTH))
@@ -277,12 +274,12 @@ def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(ones: Any) -> No
             return x + x
 
     equal = Equal()
-    layer = _phase(equal, "bn")
+    layer = Phase(equal, "bn")
     layer.allreduce(ones(LENGTH) + np.inf)
     with pytest.raises(FloatingPointError, match=r"an earlier call, bn \(forward, .* call 1\)"):
         check_equal({}, SingleProcess())
     check_equal({}, SingleProcess())
-    gone = _phase(equal, "gone")
+    gone = Phase(equal, "gone")
     gone.allreduce(ones(LENGTH) + np.inf)
     reference = ref(gone)
     del gone
@@ -308,7 +305,7 @@ def test_no_event_is_waited_for_while_a_graph_is_captured(
     monkeypatch.setattr(stream, "is_capturing", lambda: capturing[0])
 
     def work(world: ThreadCommunicator) -> None:
-        layer = _phase(world, "bn")
+        layer = Phase(world, "bn")
         layer.allreduce(ones(LENGTH))
         world.allreduce(np.zeros(1))
         capturing[0] = True
@@ -429,9 +426,9 @@ def test_first_messages_are_summed_on_the_gpu_of_the_activation(
             return x + x
 
     for send in (lambda phase: phase.allreduce(on_gpu(1.0, 3)),
-                 lambda phase: phase.message(4, on_gpu(1.0, 3))):  # fmt: skip
+                 lambda phase: phase.of(4, on_gpu(1.0, 3))):  # fmt: skip
         asked.clear()
-        send(_phase(Equal(), "bn"))
+        send(Phase(Equal(), "bn"))
         assert asked[0] == torch.device("cuda", 3)
     group.bound_device_id = torch.device("cuda", 5)
     assert _Transport._device(nccl) == torch.device("cuda", 5)

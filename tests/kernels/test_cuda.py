@@ -247,16 +247,16 @@ def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.Mon
     import torch
 
     from multibn import SingleProcess
-    from multibn.engine.step import NormArgs
+    from multibn.engine.plan import NormArgs, Plan
     from multibn.torch_backend.layer import autograd
 
     taken: list[Any] = []
 
-    def forward(i: Any, *_: Any, **options: Any) -> Any:
+    def forward(plan: Plan, i: Any) -> Any:
         taken.append(i.x)
         return torch.empty_like(i.x), None
 
-    monkeypatch.setattr(autograd.step, "forward", forward)
+    monkeypatch.setattr(Plan, "forward", forward)
     monkeypatch.setattr(autograd, "without_autocast", lambda x: contextlib.nullcontext())
     whole = torch.empty(4, 8, 6, 6, device="meta", requires_grad=True)
     last = whole.contiguous(memory_format=torch.channels_last)
@@ -266,7 +266,7 @@ def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.Mon
     ):  # fmt: skip
         taken.clear()
         i = NormArgs(x, None, None, 1e-5, (0, 2, 3))
-        y, _ = autograd.forward(i, SingleProcess(), weighting="element")
+        y, _ = autograd.forward(Plan(i, SingleProcess(), weighting="element"), i)
         assert taken[0].shape == x.shape
         assert (taken[0].stride() == x.stride()) is is_taken
         assert is_taken or taken[0].is_contiguous()

@@ -13,7 +13,7 @@ from tests.helpers import require
 require.need("core")
 
 from multibn import kernels  # noqa: E402
-from multibn.engine import step  # noqa: E402
+from multibn.engine import plan  # noqa: E402
 from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
 
@@ -22,7 +22,7 @@ RECORDS: list[Any] = [NormArgs, Gradient, BatchStatistics, Running]
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_the_reference_reads_each_field(record: Any) -> None:
-    source = "".join(map(inspect.getsource, (reference, step)))
+    source = "".join(map(inspect.getsource, (reference, plan)))
     for name in record._fields:
         assert f".{name}" in source, (
             f"`{record.__name__}.{name}` reaches no verb: reference.py must "

@@ -11,7 +11,7 @@ from multibn import kernels
 from multibn.communicators import nonfinite
 from multibn.communicators.communicator import Handle
 from multibn.communicators.handshake import look_at_unread
-from multibn.communicators.layer_communicator import LayerPhase
+from multibn.engine import plan
 from multibn.kernels import NormArgs, Running, cuda, reference
 from multibn.torch_backend import SyncBatchNorm
 from multibn.wire import LARGEST
@@ -76,7 +76,7 @@ def test_the_launches_of_a_step(launched: list[str], monkeypatch: pytest.MonkeyP
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
         monkeypatch.setattr(reference, "is_on_host", lambda a: False)
-        monkeypatch.setattr(LayerPhase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
+        monkeypatch.setattr(plan, "_place", lambda x: "torch's GPU")
     ranks = Twice()
     layer = SyncBatchNorm(3, process_group=ranks).to(DEVICE)
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
     """All later steps are, to the last bit, those of a layer that never saw the batch."""
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(reference, "is_on_host", lambda a: False)
-        monkeypatch.setattr(LayerPhase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
+        monkeypatch.setattr(plan, "_place", lambda x: "torch's GPU")
     nonfinite._told = nonfinite._NOBODY
     chosen = reference if generic_too else cuda
     monkeypatch.setattr(kernels, "select", lambda x, *others: chosen)

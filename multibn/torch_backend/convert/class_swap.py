@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from multibn.communicators import as_communicator
+from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
-from multibn.engine.step import NormArgs
 from multibn.torch_backend.layer import compiled, dtensors, functional, modules
 from multibn.torch_backend.layer.base import running_of, updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node

@@ -16,7 +16,7 @@ from multibn._typing import (
     overridden,
 )
 from multibn.communicators import CommunicatorLike, as_communicator
-from multibn.engine.step import NormArgs
+from multibn.engine.plan import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import compiled, data_parallel, functional

@@ -11,19 +11,23 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 from multibn import kernels
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, layer_communicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
-from multibn.engine import masks, recompute, statistics, step
+from multibn.engine import masks, recompute, statistics
+from multibn.engine.plan import Gradient, NormArgs, Plan
+from multibn.engine.running import update_running
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Gradient, NormArgs
-from multibn.kernels import reference
+from multibn.kernels import Running, reference
 from multibn.kernels.layout import sizes_in_memory
 
 _NOTHING = nullcontext()
@@ -31,6 +35,45 @@ _NOTHING = nullcontext()
 
 # The dispatch mode in which make_fx writes operations down. Compiled code cannot ask for a mode.
 MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
+
+
+def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
+    """All that a plan for `args` depends on; None where every call is a question of its own.
+
+    An input for which a layer has a plan under this key has been checked, as have the parameters
+    and the running statistics. The rows of the table are tests/torch_backend/layer/test_guard.py's.
+    """
+    x, residual = args.x, args.residual
+    ddp: Any = DistributedDataParallel._active_ddp_module
+    if (
+        not _is_dense(x)
+        or not (residual is None or _is_dense(residual))
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0  # tangents
+        or torch._C._get_dispatch_mode(MAKE_FX)
+        or torch._C._get_tracing_state() is not None
+        or (ddp is not None and ddp._join_config.enable)
+    ):
+        return None
+    options = args.eps, args.relu, weighting
+    key: list[Any] = [x.shape, x.stride(), x.dtype, x.device, needs_gradient(x), *options]
+    running = args.running
+    tensors: list[Any] = [args.weight, args.bias, residual]
+    if type(running) is Running:
+        tensors += [running.mean, running.var]
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+        else:
+            key += type(tensor), tensor.shape, tensor.dtype, tensor.device
+    world = dist.group.WORLD if dist.is_available() else None  # may be made anew
+    # Weak: a plan keeps neither alive, and another one in the same place is another one.
+    key += type(running), ddp and ref(ddp), world and ref(world)
+    return tuple(key)
+
+
+def _is_dense(x: Any) -> bool:
+    return type(x) is Tensor and x.layout is torch.strided and not x.is_nested
 
 
 def is_transformed() -> bool:
@@ -47,39 +90,32 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
     return _NOTHING
 
 
-def forward(
-    args: NormArgs, communicator: Communicator, *, weighting: Weighting
-) -> tuple[Tensor, BatchStatistics]:
-    """As `step.forward`, differentiably through the statistics, which have no gradient."""
-    needed = args.x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
-    call = args, communicator, weighting, needed, step
-    result: tuple[Tensor, BatchStatistics] = apply(
-        call, args.x, args.weight, args.bias, args.residual
-    )
-    return result
+def needs_gradient(x: Tensor) -> bool:
+    """Whether a backward pass may follow a forward pass over `x`."""
+    return x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
 
 
-class _SyncBatchNorm(torch.autograd.Function):
-    """The autograd node, of an input and its statistics. Each half is collective.
+class SyncBatchNormFunction(torch.autograd.Function):
+    """The autograd node, of an input and its statistics, which have no gradient. Collective.
 
-    The passes of a call are those of `step`, or, in compiled code, `compiled`'s, whose output may
+    The plan of a call is the engine's, or, in compiled code, that of `compiled`, whose output may
     differ from that of the kernels in the last digit, and so in the signs before a ReLU.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[NormArgs, Communicator, Weighting, bool, Any], *_: Tensor | None
+        ctx: Any, call: tuple[Any, NormArgs], *_: Tensor | None
     ) -> tuple[Tensor, BatchStatistics]:
-        # torch looks at each argument of this function, so that five are in one.
-        args, communicator, weighting, needed, passes = call
-        args = dense(args) if passes is step else args
+        # torch looks at each argument of this function, so that the two are one.
+        plan, args = call
+        is_eager = type(plan) is Plan
+        if is_eager and not args.x.is_cpu:
+            args = dense(args)
         with without_autocast(args.x):
-            y, batch = passes.forward(
-                args, communicator, weighting=weighting, needs_gradient=needed
-            )
+            y, batch = plan.forward(args)
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-        ctx.call = communicator, weighting, batch, (args.eps, args.axis, args.relu), passes
-        output = y if args.relu and (args.residual is not None or passes is not step) else None
+        ctx.call = plan, batch, args.eps, args.axis, args.relu
+        output = y if args.relu and (args.residual is not None or not is_eager) else None
         ctx.save_for_backward(args.x, args.weight, args.bias, args.mask, output)
         return y, batch
 
@@ -87,16 +123,16 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
-        communicator, weighting, batch, (eps, axis, relu), passes = ctx.call
+        plan, batch, eps, axis, relu = ctx.call
         # By a test of every option, as `_replace` takes 7 us, no option is forgotten.
         args = NormArgs(x, weight, bias, eps=eps, axis=axis, relu=relu, mask=mask)
         g = Gradient(grad_outputs[0], args, batch, y, needed[0])
         with without_autocast(x):
             if _needs_graph(g.dy):
-                return None, *_differentiable_backward(g, needed, communicator, weighting)
-            if torch.is_anomaly_enabled() and passes is step:
-                find_nan(g, communicator)
-            dx, dresidual, dweight, dbias = passes.backward(g, communicator)
+                return None, *_differentiable_backward(g, needed, plan)
+            if torch.is_anomaly_enabled() and type(plan) is Plan:
+                find_nan(g, plan.communicator)
+            dx, dresidual, dweight, dbias = plan.backward(g)
             if dresidual is None and needed[3]:
                 dresidual = reference.residual_gradient(g)
         return None, dx, dweight, dbias, dresidual
@@ -114,7 +150,16 @@ def dense(args: NormArgs) -> NormArgs:
 
 
 # Function.apply without the questions that are for torch.func, which `functional` has asked.
-apply = super(torch.autograd.Function, _SyncBatchNorm).apply
+apply = super(torch.autograd.Function, SyncBatchNormFunction).apply
+
+
+def forward(plan: Any, args: NormArgs) -> tuple[Tensor, BatchStatistics]:
+    """Run a plan's forward pass, differentiably. Collective, as its backward pass."""
+    call = plan, args
+    found: tuple[Tensor, BatchStatistics] = apply(
+        call, args.x, args.weight, args.bias, args.residual
+    )
+    return found
 
 
 def find_nan(g: Gradient, communicator: Communicator) -> None:
@@ -133,9 +178,7 @@ def _needs_graph(dy: Tensor) -> bool:
     )
 
 
-def _differentiable_backward(
-    g: Gradient, needed: Sequence[bool], communicator: Communicator, weighting: Weighting
-) -> list[Tensor | None]:
+def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> list[Tensor | None]:
     """Gradients of x, weight, bias and residual, as differentiable functions.
 
     Runs the forward pass again from differentiable operations, its collective included, and lets
@@ -155,7 +198,7 @@ def _differentiable_backward(
         views: Any = [None if t is None else t.view_as(t) for t in (args.x, args.weight, args.bias)]
         x, weight, bias = views
         viewed = args._replace(x=x, weight=weight, bias=bias, relu=False)
-        y, _ = _normalize(viewed, communicator, weighting, phase="second order")
+        y, _ = _normalize(viewed, plan.communicator, plan.weighting, phase="second order")
         sources = list(compress(views, needed))
         grads = iter(torch.autograd.grad(y, sources, dy, create_graph=create_graph))
     return [next(grads) if need else None for need in needed[:3]] + [dy if needed[3] else None]
@@ -179,10 +222,10 @@ def _forward(
     y, batch = _normalize(args, communicator, weighting, phase="forward")
     batch = BatchStatistics(*[part.detach() for part in batch])
     if not replays:
-        recompute.record(batch, args, communicator)
+        recompute.record(batch, args, Plan(args, communicator, weighting=weighting))
         if args.running is not None:
             _, count, *_ = statistics.sizes(args.x.shape, args.axis)
-            step.update_running(args.running, batch, masks.weigh(args, count, "element")[1])
+            update_running(args.running, batch, masks.weigh(args, count, "element")[1])
     return y, batch
 
 
@@ -195,9 +238,8 @@ def _normalize(
     """
     sharing: Any = _Differentiable(communicator, phase, args.x.dtype)
     with without_autocast(args.x):
-        return step.share(
-            args._replace(running=None), sharing, weighting=weighting, verbs=reference
-        )
+        apart = args._replace(running=None)
+        return Plan(apart, sharing, weighting=weighting, verbs=reference).share(apart)
 
 
 class _Differentiable:
@@ -219,8 +261,8 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
         ctx.communicator = communicator
-        during = layer_communicator.during(communicator.wrapped, phase, communicator.dtype)
-        return during.allreduce(x)
+        layer, dtype = communicator.wrapped, communicator.dtype
+        return layer_communicator.during(layer, phase, dtype, x.shape[0]).allreduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:

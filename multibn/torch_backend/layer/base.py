@@ -17,7 +17,7 @@ from multibn.engine import recompute
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
 from multibn.options import NormOptions
-from multibn.torch_backend.layer import compiled, data_parallel, dtensors
+from multibn.torch_backend.layer import compiled, dtensors
 
 #: This process alone, known to compiled code.
 LOCAL = SingleProcess()
@@ -147,7 +147,6 @@ def running_of(
     """
     if not bn.track_running_stats:
         return None
-    data_parallel.watch_active()
     pool: StepAccumulator | None = getattr(bn, "pool", None)
     if pool is not None:
         return pool

@@ -10,7 +10,7 @@ An operator takes only tensors, numbers and strings, so a communicator is passed
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,10 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
-from multibn.engine import recompute, step
+from multibn.engine import plan, recompute
+from multibn.engine.plan import Gradient, NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import Gradient, NormArgs
 from multibn.kernels import Running, reference, select
 from multibn.kernels.layout import channels
 from multibn.torch_backend.layer import autograd, dtensors, functional
@@ -199,7 +199,7 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
     """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
     args, num_channels, communicator, weighting, needed = _gather(*arguments)
     args = autograd.dense(args)
-    run = partial(step.forward, verbs=_up_to_elements(args.x), needs_gradient=needed)
+    run = partial(plan.forward, verbs=_up_to_elements(args.x), needs_gradient=needed)
     with torch.no_grad(), without_autocast(args.x):
         coefficients, batch = functional.forward(
             args, num_channels, _communicators[communicator], weighting=weighting, run=run
@@ -230,7 +230,7 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     with torch.no_grad(), without_autocast(args.x):
         if torch.is_anomaly_enabled():
             autograd.find_nan(g, sharing)
-        dx, _, *parameters = step.backward(g, sharing, verbs=_up_to_elements(args.x))
+        dx, _, *parameters = plan.backward(g, sharing, verbs=_up_to_elements(args.x))
     found: Any = dx if needs_dx else ()
     return [args.x.new_empty(0) if p is None else p for p in parameters] + [
         v.clone() for v in found
@@ -262,32 +262,31 @@ def _forward(*arguments: Any) -> list[Tensor]:
         with torch.no_grad():
             numbers = torch.ops.multibn.forward_sums(*arguments, needed)
         return [torch.empty_like(args.x), *numbers[3:]]
-    call = args, _communicators[communicator], weighting, needed, _Passes
-    y, batch = autograd.apply(call, args.x, args.weight, args.bias, args.residual)
+    y, batch = autograd.forward(_Plan(_communicators[communicator], weighting, needed), args)
     return [y, *batch]
 
 
-class _Passes:
-    """As `step`, for the autograd node: operators, and operations that are compiled."""
+class _Plan(NamedTuple):
+    """A plan for the autograd node: operators, and operations that are compiled."""
 
-    @staticmethod
-    def forward(
-        args: NormArgs, communicator: Communicator, *, weighting: Weighting, needs_gradient: bool
-    ) -> tuple[Tensor, BatchStatistics]:
+    communicator: Communicator
+    weighting: Weighting
+    needs_gradient: bool
+
+    def forward(self, args: NormArgs) -> tuple[Tensor, BatchStatistics]:
         summed = args._replace(residual=None)  # the operator would need the residual in memory
-        sharing = args.x.shape[1], id(communicator), weighting, needs_gradient
+        sharing = args.x.shape[1], id(self.communicator), self.weighting, self.needs_gradient
         numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
         return reference.finish(args, numbers[:3]), BatchStatistics(*numbers[3:])
 
-    @staticmethod
-    def backward(g: Gradient, communicator: Communicator) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Gradient) -> tuple[Tensor | None, ...]:
         if g.y is not None:
             dy = reference.rectified(g.dy, g.y)
             g = g._replace(dy=dy, input=g.input._replace(relu=False), y=None)
         args = g.input
         _compare_again()
         dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
-            g.dy, *_spread(args), *g.batch, g.needs_dx, id(communicator)
+            g.dy, *_spread(args), *g.batch, g.needs_dx, id(self.communicator)
         )
         dx = reference.finish_gradient(g, coefficients) if g.needs_dx else None
         dparameters = None if args.weight is None else dweight, None if args.bias is None else dbias

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.communicator import identity
-from multibn.communicators.layer_communicator import LayerCommunicator
+from multibn.communicators.layer_communicator import LayerCommunicator, during
 
 # Private parts of DDP, the same in torch 2.10 to 2.13. If one is missing, DDP stays as it is.
 _PRIVATE = ["_assign_modules_buffers", "_has_rebuilt_buckets"]
@@ -33,19 +33,13 @@ def watch_active() -> None:
         watch(ddp)
 
 
-# torch.compiler.assume_constant_result sets this, and imports the compiler. Without the mark, the
-# compiler would guard the keys of `_meetings`, whose number changes as networks are collected.
-watch_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def watch(ddp: Any, /) -> None:
     """Make a message of multibn's the first of every training forward pass of `ddp`.
 
     Not collective; every rank must call it before the same forward pass.
     """
     group = as_communicator(ddp.process_group)
-    meeting = LayerCommunicator(group, lambda: "DistributedDataParallel")
-    _meetings.setdefault(ddp, meeting.during("before forward", torch.float64))
+    _meetings.setdefault(ddp, LayerCommunicator(group, lambda: "DistributedDataParallel"))
     if not all(hasattr(ddp, name) for name in _PRIVATE):
         return
     # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
@@ -74,4 +68,5 @@ def _meet(ddp: Any, inputs: Any) -> None:
     if ddp.will_sync_module_buffers() or (rebuilds and not ddp._has_rebuilt_buckets):
         meeting = _meetings.get(ddp)
         if meeting is not None:  # a copy of a watched DDP has the hook and no meeting
-            meeting.allreduce(torch.zeros(2, dtype=torch.float64, device="cpu"))
+            numbers = torch.zeros(2, dtype=torch.float64, device="cpu")
+            during(meeting, "before forward", numbers.dtype, len(numbers)).allreduce(numbers)

@@ -20,8 +20,8 @@ from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.resolve import DefaultCommunicator
 from multibn.communicators.transports.torch_distributed import restore
+from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import NormArgs
 
 
 def among(tensors: Iterable[Any], /) -> bool:

@@ -14,11 +14,11 @@ from multibn._typing import Nonfinite, Weighting, check_eps, check_residual
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import masks, statistics
+from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.statistics import BatchStatistics
-from multibn.engine.step import NormArgs
 from multibn.kernels import Running, reference
 from multibn.options import NormOptions
-from multibn.torch_backend.layer import autograd, dtensors
+from multibn.torch_backend.layer import autograd, data_parallel, dtensors
 
 
 def sync_batch_norm(
@@ -147,18 +147,21 @@ def forward(
     /,
     *,
     weighting: Weighting,
-    run: Callable[..., Any] = autograd.forward,
+    run: Callable[..., Any] | None = None,
+    key: object = None,
 ) -> tuple[Tensor, BatchStatistics]:
     """Check an input and normalize it, with one message each way. Collective.
 
     `num_channels` are required of the input, see `check_input`; `run` is the pass, in which no
-    derivative is asked for by torch.func or in forward mode.
+    derivative is asked for by torch.func or in forward mode, by default a plan's, which the layer
+    then keeps under `key`, see `autograd.guard`.
     """
     if dtensors.among((args.x, args.weight, args.bias)):
         if dtensors.among([args.x]):
             check_input(args.x, num_channels)  # not each rank's part, so that all ranks raise
         function = partial(forward, weighting=weighting)
         return dtensors.forward(function, args, num_channels, communicator)
+    data_parallel.watch_active()
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     # Inside its join, a rank without data runs the collectives of DistributedDataParallel only,
     # which the other ranks would take for a layer's.
@@ -185,8 +188,15 @@ def forward(
         refuse(error, args.x, num_channels, communicator)
     if autograd.is_transformed() or torch._C._get_dispatch_mode(autograd.MAKE_FX):
         run = autograd.differentiable_forward
-    result: tuple[Tensor, BatchStatistics] = run(args, communicator, weighting=weighting)
-    return result
+    if run is not None:
+        result: tuple[Tensor, BatchStatistics] = run(args, communicator, weighting=weighting)
+        return result
+    needed = autograd.needs_gradient(args.x)
+    with torch.no_grad():  # as the pass runs, for which any kernels will do
+        plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
+    if key is not None and isinstance(communicator, LayerCommunicator):
+        communicator.keep(key, plan)
+    return autograd.forward(plan, args)
 
 
 def all_but_channels(x: Any, /) -> tuple[int, ...]:

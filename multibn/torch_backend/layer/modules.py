@@ -9,10 +9,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
+from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
-from multibn.engine.step import NormArgs
 from multibn.kernels import reference
-from multibn.torch_backend.layer import compiled, functional
+from multibn.torch_backend.layer import autograd, compiled, functional
 from multibn.torch_backend.layer.base import (
     LOCAL,
     SyncNormBase,
@@ -156,16 +156,19 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         mask: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        is_dense = type(input) is Tensor and not input.is_meta
-        is_plain = is_dense and self.training and mask is None and lengths is None
-        is_plain = is_plain and self._num_splits == 1
-        if not is_plain or torch.compiler.is_compiling() or input.ndim not in self._usual:
+        is_plain = self.training and mask is lengths is None and self._num_splits == 1
+        if not is_plain or torch.compiler.is_compiling() or type(input) is not Tensor:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
         args = self._as_input(input, residual)
-        layer_communicator, weighting = self.layer_communicator, self.weighting
-        return functional.forward(args, self.num_features, layer_communicator, weighting=weighting)[
-            0
-        ]
+        sharing, weighting = self.layer_communicator, self.weighting
+        key = autograd.guard(args, weighting)
+        plan = sharing.plans.get(key)
+        if plan is not None:
+            return autograd.forward(plan, args)[0]
+        if input.is_meta or input.ndim not in self._usual:
+            return self._forward_special(input, residual, mask=mask, lengths=lengths)
+        options: Any = {"weighting": weighting, "key": key}
+        return functional.forward(args, self.num_features, sharing, **options)[0]
 
     def _forward_special(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None

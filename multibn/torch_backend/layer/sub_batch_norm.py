@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn._arrays import is_on_host, values
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
+from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import reduced_axes
-from multibn.engine.step import NormArgs
 from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.base import (
     LOCAL,

@@ -75,9 +75,9 @@ def test_a_message_says_whether_a_backward_pass_may_follow() -> None:
     compiled(x)
     with torch.no_grad():
         compiled(x.clone().requires_grad_())
-    assert [needed for *_, needed, _ in layer.layer_communicator.phases] == [False]
+    assert [needed for *_, needed, _, _ in layer.layer_communicator.phases] == [False]
     compiled(x.requires_grad_())
-    assert [needed for *_, needed, _ in layer.layer_communicator.phases] == [False, True]
+    assert [needed for *_, needed, _, _ in layer.layer_communicator.phases] == [False, True]
 
 
 def test_second_derivatives_where_the_backend_keeps_the_autograd_node() -> None:

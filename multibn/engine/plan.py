@@ -1,0 +1,227 @@
+"""A training step of layers: a plan that is prepared once, and two passes that run it.
+
+The functions of `engine.statistics` are for people; the layers of both frameworks run here, by the
+verbs of `multibn.kernels`. A `Plan` is made for inputs of one kind (FFTW's and cuDNN's word): all
+questions about the array, the options and the ranks are asked when it is made. A layer keeps its
+plans, and asks only whether it has one for the input at hand.
+"""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from multibn import kernels, wire
+from multibn._arrays import is_on_host, values
+from multibn._typing import Array, Weighting
+from multibn.communicators import Communicator
+from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
+from multibn.engine import masks, recompute, statistics
+from multibn.engine.running import StepAccumulator, update_running
+from multibn.kernels import BatchStatistics, reference
+from multibn.kernels import Gradient as Gradient
+from multibn.kernels import NormArgs as NormArgs
+from multibn.kernels.spec import CANCELLED, OK
+
+# Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
+Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
+
+
+_INPUTS = "x", "weight", "bias", "residual"
+
+
+class Plan:
+    """The step of one layer for inputs like `args.x`, prepared.
+
+    Parameters
+    ----------
+    args
+        An input. The plan holds for all that differ from it in their numbers, parameters and
+        running statistics only; in whether there is a mask, too, they must agree.
+    communicator
+        The ranks that share statistics.
+    weighting
+        As `statistics.aggregate`.
+    verbs
+        The kernels, in place of those that `kernels.select` chooses; `forward` returns what they
+        make of the input.
+    phase
+        The name of the forward message.
+    needs_gradient, finetune
+        Whether `backward` may follow, and Chainer's word; both are compared over the ranks.
+
+    The first pass of each kind finds out what goes with its messages, which is collective for a
+    layer that has sent none: one allreduce of a fixed size.
+    """
+
+    def __init__(
+        self,
+        args: NormArgs,
+        communicator: Communicator,
+        /,
+        *,
+        weighting: Weighting,
+        verbs: Any = None,
+        phase: str = "forward",
+        needs_gradient: bool = True,
+        finetune: bool = False,
+    ) -> None:
+        x = args.x
+        self.axis = args.axis
+        # The arrays of the input that a framework may differentiate, in the order of its nodes.
+        self.given = tuple(name for name in _INPUTS if getattr(args, name) is not None)
+        self.channels, count, *self._lengths = statistics.sizes(x.shape, args.axis)
+        self.weighting: Weighting = weighting
+        num_samples = x.shape[args.axis[0]]
+        self._weight, self._count = masks.rank_weight(count, num_samples, weighting), count
+        self._verbs = verbs or kernels.select(x)
+        self.communicator, self._phase = communicator, phase
+        self.facts: Any = {"needs_gradient": needs_gradient, "finetune": finetune}
+        self._forward: _Messages | None = None
+        self._backward: _Messages | None = None
+
+    def forward(self, args: NormArgs, /) -> tuple[Any, BatchStatistics]:
+        """Normalize an input by the batch that all ranks hold together.
+
+        Collective, one allreduce of 2C+4 float64 numbers, unless `engine.recompute` replays the
+        statistics; another one for a variance that is lost beside the square of the mean, on the
+        host. Raises as `statistics.aggregate`, and OneValueError, a ValueError, on every rank, if
+        the ranks hold one value per channel together.
+        """
+        if not recompute.state.stack:
+            return self.share(args)
+        batch = recompute.replayed(self.channels)
+        if batch is not None:
+            return self._verbs.normalize(args, batch), batch
+        y, batch = self.share(args)
+        recompute.record(batch, args, self)
+        return y, batch
+
+    def share(self, args: NormArgs, /) -> tuple[Any, BatchStatistics]:
+        """As `forward`, without a look at the tapes of `recompute`."""
+        messages = self._forward
+        if messages is None:
+            of = self.communicator, self._phase, args.x, self._lengths[0]
+            messages = self._forward = _Messages(*of, **self.facts)
+        weight, count = self._weight, self._count
+        if args.mask is not None:
+            weight, count = masks.weigh(args, count, self.weighting)
+        memory = messages.memory if messages.is_fixed else messages.new(args.x)
+        sent = self._verbs.begin_forward(args, weight, count, messages.mark, out=memory)
+        summed = messages.allreduce(sent)
+        moving = args
+        if type(args.running) is StepAccumulator:
+            moving = args._replace(running=None)
+        y, batch, state = self._verbs.finish_forward(moving, summed, weight, count)
+        if state != OK:
+            during = messages.communicator
+            return self._finish_otherwise(state, args, (summed, batch, count), during)
+        if args.mask is not None:
+            self._check_mask(args, summed, batch)
+        if moving is not args:
+            args.running.add(batch, local_count=count)
+        return y, batch
+
+    def _finish_otherwise(
+        self, state: int, args: NormArgs, found: tuple[Any, BatchStatistics, Any], during: Any
+    ) -> tuple[Any, BatchStatistics]:
+        """Finish a pass whose sum is not the batch's, as all ranks do: they see the same sum."""
+        summed, batch, count = found
+        if state == CANCELLED:  # one more message, of moments about the mean
+            about, centre = reference.about(args, batch.mean)
+            options: Any = {"weighting": self.weighting, "verbs": self._verbs}
+            again = Plan(about, self.communicator, phase="about the mean", **options)
+            _, near = again.share(about)
+            batch = near._replace(mean=centre + near.mean)
+            if args.running is not None:
+                update_running(args.running, batch, count)
+            return self._verbs.normalize(args, batch), batch
+        statistics.raise_for(state, during, summed, args.x)
+        batch = reference.skipped(batch)
+        if type(args.running) is StepAccumulator:
+            args.running.add(batch, local_count=count)
+        return self._verbs.normalize(args, batch), batch
+
+    def _check_mask(self, args: NormArgs, summed: Array, batch: BatchStatistics) -> None:
+        """Raise on all ranks if masks leave no element of a batch that has some."""
+        if is_on_host(batch.count) and batch.count == 0 and bool((values(summed[-2]) > 0).any()):
+            rank, size = self.communicator.rank, self.communicator.size
+            raise ValueError(
+                "`mask` or `lengths` must leave an element of the batch: got none over "
+                f"{size} rank(s) together, with an input of shape {tuple(args.x.shape)} "
+                f"on rank {rank}."
+            )
+
+    def backward(self, g: Gradient, /, *, means: bool = False) -> Gradients:
+        """The gradients of a layer's input, residual and parameters.
+
+        Collective if `x` needs a gradient: one allreduce of 2C+4 float64 numbers. The gradients of
+        parameters are this rank's, or, with `means`, the means over the ranks; then `x` must need a
+        gradient.
+        """
+        verbs = self._verbs
+        if not g.needs_dx:
+            _, dweight, dbias, *_ = verbs.begin_backward(g)
+            return None, None, dweight, dbias
+        messages = self._backward
+        if messages is None:
+            of = self.communicator, "backward", g.input.x, self._lengths[1]
+            messages = self._backward = _Messages(*of)
+        memory = messages.memory if messages.is_fixed else messages.new(g.input.x)
+        payload, dweight, dbias, *begun = verbs.begin_backward(g, out=memory)
+        summed = messages.allreduce(payload)
+        if means:
+            dweight, dbias = verbs.parameter_gradients(summed, g, divisor=messages.size)
+        return *verbs.finish_backward(g, summed, *begun), dweight, dbias
+
+
+class _Messages:
+    """The messages of one phase: memory for their payloads, what sums them, this rank's mark.
+
+    The memory `is_fixed`, the channel's or None where a communicator has none to offer, or is made
+    for each message. `size` is the number of ranks.
+    """
+
+    memory: Any = None
+    new: Any
+
+    def __init__(
+        self, communicator: Communicator, phase: str, x: Array, n: int, **facts: bool
+    ) -> None:
+        if type(communicator) is LayerCommunicator:
+            communicator = communicator.during(phase, x.dtype, n, like=x, **facts)
+        self.communicator, self.allreduce = communicator, communicator.allreduce
+        self.size = communicator.size
+        self.is_fixed = True
+        if type(communicator) is not LayerPhase:
+            self.mark = wire.mark(communicator.rank)
+            return
+        self.mark = communicator.mark
+        place = _place(x)
+        if place == "host" and self.size > 1:
+            self.memory = communicator.buffer()
+        elif place == "host":
+            self.is_fixed, self.new = False, lambda _: np.empty(n)
+        elif place == "torch's GPU":
+            self.is_fixed, self.new = False, communicator.message
+
+
+def _place(x: Array) -> str:
+    """The place of an array, of those for which a communicator may have memory."""
+    if type(x) is np.ndarray or getattr(x, "is_cpu", False):
+        return "host"
+    return "torch's GPU" if getattr(x, "is_cuda", False) else "elsewhere"
+
+
+def forward(
+    args: NormArgs, communicator: Communicator, /, **options: Any
+) -> tuple[Any, BatchStatistics]:
+    """Run the forward pass of a plan that is prepared for this call alone; options of `Plan`."""
+    return Plan(args, communicator, **options).forward(args)
+
+
+def backward(
+    g: Gradient, communicator: Communicator, /, *, means: bool = False, verbs: Any = None
+) -> Gradients:
+    """Run the backward pass of a plan that is prepared for this call alone."""
+    plan = Plan(g.input, communicator, weighting="element", verbs=verbs)
+    return plan.backward(g, means=means)

@@ -1,0 +1,23 @@
+"""A layer's communicator in one phase, for messages of any length."""
+
+from typing import Any
+
+import numpy as np
+
+from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
+
+
+class Phase:
+    """Sends each message by the `LayerPhase` of its length."""
+
+    def __init__(
+        self, communicator: Any, name: str, phase: str = "forward", dtype: str = "float32"
+    ) -> None:
+        self.layer = LayerCommunicator(communicator, lambda: name)
+        self._key = phase, np.dtype(dtype)
+
+    def of(self, n: int, like: Any = None) -> LayerPhase:
+        return self.layer.during(*self._key, n, like=like)
+
+    def allreduce(self, x: Any) -> Any:
+        return self.of(x.shape[0], x).allreduce(x)

@@ -1,0 +1,172 @@
+"""The guard of a layer's plans: each row of its table is changed between two steps."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from multibn.torch import SyncBatchNorm, step_statistics  # noqa: E402
+from multibn.torch_backend.layer import autograd  # noqa: E402
+
+
+def _input(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (4, 3, 5, 5)), requires_grad=True)
+
+
+def _layer() -> SyncBatchNorm:
+    return SyncBatchNorm(3, fuse_relu=True)
+
+
+def _set(**attributes: Any) -> Callable[[SyncBatchNorm], object]:
+    def change(layer: SyncBatchNorm) -> None:
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+
+    return change
+
+
+def _same(layer: SyncBatchNorm) -> None:
+    """Change nothing of the layer."""
+
+
+# A row of the guard; what is changed of the layer; and the next input, with a residual perhaps.
+CHANGES: dict[str, tuple[Callable[[SyncBatchNorm], object], Callable[[], Any]]] = {
+    "shape": (_same, lambda: (_input(6, 3, 5, 5),)),
+    "strides": (_same, lambda: (_input().to(memory_format=torch.channels_last),)),
+    "dtype": (_same, lambda: (_input().double(),)),
+    "requires_grad": (_same, lambda: (_input().detach(),)),
+    "residual": (_same, lambda: (_input(), _input())),
+    "eps": (_set(eps=0.5), lambda: (_input(),)),
+    "relu": (_set(fuse_relu=False), lambda: (_input(),)),
+    "weighting": (_set(weighting="rank"), lambda: (_input(),)),
+    "weight": (lambda layer: layer.weight.data.mul_(2).double(), lambda: (_input(),)),
+    "dtype of parameters": (lambda layer: layer.double(), lambda: (_input(),)),
+    "bias": (_set(bias=None), lambda: (_input(),)),
+    "running statistics": (_set(running_mean=None, running_var=None), lambda: (_input(),)),
+    "their dtype": (_set(running_var=torch.ones(3).double()), lambda: (_input(),)),
+}
+_NUMBERS_ONLY = {"weight"}  # the plan stays
+
+
+@pytest.mark.parametrize("row", CHANGES)
+def test_a_change_between_two_steps_is_seen(row: str) -> None:
+    change, make = CHANGES[row]
+    layer = _layer()
+    for _ in range(2):
+        layer(_input())
+    plans = layer.layer_communicator.plans
+    assert len(plans) == 1
+    change(layer)
+    fresh, arguments = copy.deepcopy(layer), make()
+    assert not fresh.layer_communicator.plans
+    y, expected = layer(*arguments), fresh(*arguments)
+    assert torch.equal(y, expected)
+    assert len(plans) == 2 - (row in _NUMBERS_ONLY)
+    for name, buffer in fresh.named_buffers():
+        assert torch.equal(layer.get_buffer(name), buffer), name
+
+
+def test_momentum_and_numbers_need_no_other_plan() -> None:
+    layer = _layer()
+    for momentum in (0.1, 0.5, None):
+        layer.momentum = momentum
+        fresh, x = copy.deepcopy(layer), _input()
+        assert torch.equal(layer(x), fresh(x))
+        assert torch.equal(layer.running_mean, fresh.running_mean)  # type: ignore[arg-type]
+    assert len(layer.layer_communicator.plans) == 1
+
+
+def test_grad_mode_is_seen() -> None:
+    layer, x = _layer(), _input()
+    for context in (nullcontext(), torch.no_grad(), nullcontext(), torch.inference_mode()):
+        with context:
+            y = layer(x)
+        assert y.requires_grad is isinstance(context, nullcontext)
+    assert len(layer.layer_communicator.plans) == 2
+
+
+def test_a_step_of_several_passes_is_seen() -> None:
+    layer, other = _layer(), nn.BatchNorm2d(3, momentum=0.1)
+    xs = [_input() for _ in range(2)]
+    layer(xs[0]), other(xs[0])
+    with step_statistics(layer):
+        for x in xs:
+            layer(x)
+    other(torch.cat(xs))
+    torch.testing.assert_close(layer.state_dict(), other.state_dict(), check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"eps": -1.0}, "`eps` must be"),
+        ({"weight": nn.Parameter(torch.ones(4))}, "`weight` must have shape"),
+        ({"bias": nn.Parameter(torch.ones(3, device="meta"))}, "`bias` must be on the device"),
+        ({"running_mean": torch.ones(4)}, "`running_mean` and `running_var` must have 3 numbers"),
+    ],
+)
+def test_what_became_wrong_after_a_step_is_refused(wrong: dict[str, Any], message: str) -> None:
+    layer = _layer()
+    layer(_input())
+    _set(**wrong)(layer)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            layer(_input())
+
+
+def _jvp(layer: SyncBatchNorm, x: Tensor) -> Tensor:
+    return torch.func.jvp(layer, (x.detach(),), (torch.ones_like(x),))[1]
+
+
+def _forward_mode(layer: SyncBatchNorm, x: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        return torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
+
+
+# torch's forward mode loads rules that are written in torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("transform", [_jvp, _forward_mode])
+def test_transforms_take_no_plan(transform: Callable[..., Tensor]) -> None:
+    layer, x = SyncBatchNorm(3, track_running_stats=False), _input().double()
+    layer.double()(x)
+    tangent = transform(layer, x)
+    # The output does not change where all elements move alike.
+    torch.testing.assert_close(tangent, torch.zeros_like(x), rtol=0, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # with torch 2.13
+def test_a_trace_takes_no_plan() -> None:
+    layer = _layer()
+    layer(_input())
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(layer, _input(), check_trace=False)
+
+
+def test_ever_new_inputs_keep_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multibn.communicators.layer_communicator.MOST_PLANS", 3)
+    layer = _layer()
+    for n in range(2, 12):
+        layer(_input(n, 3, 5))
+        assert len(layer.layer_communicator.plans) <= 3
+
+
+def test_a_warm_step_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = _layer(), _input()
+    layer(x)
+    monkeypatch.setattr(autograd, "Plan", None)
+    for name in ("check_input", "check_options"):
+        monkeypatch.setattr(f"multibn.torch_backend.layer.functional.{name}", None)
+    assert layer.running_mean is not None
+    before = layer.running_mean.clone()
+    layer(x)
+    assert not torch.equal(before, layer.running_mean)
