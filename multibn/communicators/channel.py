@@ -11,6 +11,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
@@ -36,8 +37,8 @@ LARGE = -2  # carries arrays that are too large for the first
 class Allreduce(Protocol):
     """Sums of messages over all ranks of a group; one message at a time."""
 
-    def begin(self, a: HostArray) -> Poll:
-        """Begin to sum `a` over the ranks, in place."""
+    def begin(self, a: HostArray) -> Poll | None:
+        """Begin to sum `a` over the ranks, in place; None if that is done already."""
 
 
 class Transport(ABC):
@@ -76,6 +77,14 @@ class Transport(ABC):
         """
 
 
+@dataclass
+class Buffer:
+    """Memory for all messages of one length, and what begins to sum what stands there."""
+
+    memory: HostArray
+    begin: Callable[[], Poll | None] | None  # None when the group was destroyed
+
+
 class Channel:
     """The messages of one group of processes, which all handles of the group share."""
 
@@ -85,8 +94,7 @@ class Channel:
         self.rank, self.size = transport.rank, transport.size
         self.watchdog = Watchdog(self.rank, self.size, transport.known)
         self._open: dict[int, Allreduce] = {}
-        # By the length of messages: their memory, and what begins to sum what stands there.
-        self._buffers: dict[int, tuple[HostArray, Callable[[], Poll]]] = {}
+        self._buffers: dict[int, Buffer] = {}  # by the length of messages
         _channels.add(self)
 
     @property
@@ -100,7 +108,7 @@ class Channel:
         total = a.copy()
         if self.size > 1:
             allreduce = self._open.get(number) or self._opened(number, None, text)
-            begin = partial(allreduce.begin, total)
+            begin: Callable[[], Poll | None] = partial(allreduce.begin, total)
             if a.nbytes > self.transport.most_bytes:
                 begin = partial(chain, self._sum_large(total))
             self.watchdog.wait(begin, place, text)
@@ -114,24 +122,20 @@ class Channel:
         """
         if LARGE not in self._open:
             self._open[LARGE] = yield from self.transport.open_allreduce(LARGE, None)
-        yield self._open[LARGE].begin(a)
+        pending = self._open[LARGE].begin(a)
+        if pending is not None:
+            yield pending
 
-    def buffer(self, length: int, text: object) -> HostArray:
-        """Memory of `length` float64 numbers, of which `exchange` makes their sums.
+    def buffer(self, length: int, text: object) -> Buffer:
+        """Memory of `length` float64 numbers; `watchdog.wait(buffer.begin, ...)` sums them.
 
         Layers share the memory. Collective at the first message of this length.
         """
         if length not in self._buffers:
             memory = np.zeros(length)
             allreduce = self._opened(length, memory, text)
-            self._buffers[length] = memory, partial(allreduce.begin, memory)
-        return self._buffers[length][0]
-
-    def exchange(self, buffer: HostArray, place: str, text: object) -> None:
-        """Sum what stands in a `buffer` over the ranks, in place. Collective."""
-        if self.watchdog.failure is not None:  # before the buffers, which `release` lets go of
-            self.watchdog.check(text)
-        self.watchdog.wait(self._buffers[buffer.size][1], place, text)
+            self._buffers[length] = Buffer(memory, partial(allreduce.begin, memory))
+        return self._buffers[length]
 
     def abandon_after_fork(self) -> None:
         """This process is a fork of the one that is a rank of the group."""
@@ -153,6 +157,8 @@ class Channel:
         failed = self.watchdog.failure is not None
         self.watchdog.board = None
         self._open.clear()
+        for buffer in self._buffers.values():  # layers may have them
+            buffer.begin = None
         self._buffers.clear()
         if not failed:  # nor in a fork, which has failed
             self.watchdog.failure = "its process group was destroyed. Give the layer another one."

@@ -18,12 +18,12 @@ from multibn import wire
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import nonfinite
-from multibn.communicators.channel import Channel, ChannelCommunicator, HostArray
+from multibn.communicators.channel import Buffer, Channel, ChannelCommunicator, HostArray
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
 from multibn.communicators.handshake import GroupState, LayerId, check_kind, explained, handshake
 from multibn.communicators.transports.pinned import begin_copy
-from multibn.communicators.watchdog import ALIKE, alike
+from multibn.communicators.watchdog import ALIKE, Watchdog, alike
 from multibn.wire import Message
 
 MOST_PLANS = 64  # of a layer: more are made anew in time
@@ -141,8 +141,9 @@ class LayerPhase(Forwarding):
     _known: GroupState
     _place: str
     _fingerprint: float
-    _buffer: HostArray  # of the channel, from the first message on
+    _buffer: Buffer  # of the channel, from the first message on
     _payload: HostArray | None = None  # the first numbers of the buffer
+    _watchdog: Watchdog  # of the channel
     # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
     # four numbers, memoryviews 0.1.
     _tail: Any
@@ -228,11 +229,10 @@ class LayerPhase(Forwarding):
         self._calls += 1
         if x is not self._payload:
             return self._allreduce_other(x)
-        assert self._channel is not None
         self._tail[:] = self._sent_tail
-        self._channel.exchange(self._buffer, self._place, self._latest)
+        self._watchdog.wait(self._buffer.begin, self._place, self._latest)
         if self._summed_prints.tolist() != self._fingerprints:
-            self.check(self._buffer)
+            self.check(self._buffer.memory)
         return x
 
     def _allreduce_other(self, x: Array | Message) -> Array:
@@ -284,9 +284,10 @@ class LayerPhase(Forwarding):
         assert self._channel is not None
         n = self._num_numbers
         self._buffer = self._channel.buffer(n + self.num_trailer, self._call(number))
-        self._tail = self._buffer[n:].data
+        self._watchdog = self._channel.watchdog
+        self._tail = self._buffer.memory[n:].data
         self._summed_prints = self._tail[-2:]
-        return self._buffer[:n]
+        return self._buffer.memory[:n]
 
     def _num_zeros(self) -> int:
         """How many zeros stand before a payload that is handed over as an array.

@@ -142,7 +142,7 @@ class Watchdog:
             self._key, self._members = told[0][0], self._peers
         _watchdogs.add(self)
 
-    def wait(self, begin: Callable[[], Poll], place: str, text: object) -> None:
+    def wait(self, begin: Callable[[], Poll | None] | None, place: str, text: object) -> None:
         """Begin a collective, and return when it is done.
 
         `place` is equal on ranks that will meet; `str(text)`, the same for people, is computed only
@@ -160,8 +160,9 @@ class Watchdog:
                 f"end this process if another rank failed. Rank {self.rank} ends in {text}.",
             )
         try:
+            assert begin is not None
             done = begin()
-            if not done(min(PATIENCE, self.timeout)):
+            if done is not None and not done(min(PATIENCE, self.timeout)):
                 self._wait_long(done, place, str(text))
             self.completed += 1
             self._last, self._last_at = text, time.monotonic()

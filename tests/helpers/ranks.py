@@ -10,8 +10,15 @@ from typing import Any, TypeVar
 import pytest
 
 from multibn._typing import Array
-from multibn.communicators.channel import FIRST_MESSAGES, Channel, ChannelCommunicator, HostArray
+from multibn.communicators.channel import (
+    FIRST_MESSAGES,
+    Buffer,
+    Channel,
+    ChannelCommunicator,
+    HostArray,
+)
 from multibn.communicators.communicator import Communicator
+from multibn.communicators.polling import Poll
 
 T = TypeVar("T")
 
@@ -121,8 +128,7 @@ class _CountingChannel:
 
     def __init__(self, inner: Channel, counting: CountingCommunicator) -> None:
         self._inner, self._counting = inner, counting
-        self.size = inner.size
-        self.buffer = inner.buffer
+        self.size, self.watchdog = inner.size, inner.watchdog
 
     def sum(self, a: HostArray, *arguments: Any, **options: Any) -> HostArray:
         is_first = options.get("number") == FIRST_MESSAGES
@@ -130,9 +136,15 @@ class _CountingChannel:
         (counting.first_messages if is_first else counting.messages).append(a.size)
         return self._inner.sum(a, *arguments, **options)
 
-    def exchange(self, buffer: HostArray, *arguments: Any) -> None:
-        self._counting.messages.append(buffer.size)
-        self._inner.exchange(buffer, *arguments)
+    def buffer(self, length: int, text: object) -> Buffer:
+        inner = self._inner.buffer(length, text)
+
+        def begin() -> Poll | None:
+            assert inner.begin is not None
+            self._counting.messages.append(length)
+            return inner.begin()
+
+        return Buffer(inner.memory, begin)
 
 
 def errors_of_rank_0(

@@ -74,8 +74,18 @@ static int numbers(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t all,
     return !PyErr_Occurred();
 }
 
+/* Whether so many have arrived within some looks. */
+static int comes_soon(gate *g, uint32_t goal) {
+    for (int i = 0; i < SPINS; i++) {
+        if (is_open(g, goal))
+            return 1;
+        rest();
+    }
+    return 0;
+}
+
 /* arrive(gate, goal, to, source, nbytes): copy bytes, and count as arrived. The rank whose arrival
-   reaches the goal wakes those that sleep. */
+   reaches the goal wakes those that sleep. Returns whether all come within some microseconds. */
 static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
     uintptr_t n[5];
     if (!numbers(arguments, given, 5, 5, n))
@@ -86,7 +96,7 @@ static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_
     uint32_t arrived = __atomic_add_fetch(&g->arrived, 1, __ATOMIC_SEQ_CST);
     if (arrived == (uint32_t)n[1] && __atomic_load_n(&g->sleepers, __ATOMIC_SEQ_CST))
         syscall(SYS_futex, &g->arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(comes_soon(g, (uint32_t)n[1]));
 }
 
 /* wait(gate, goal, seconds, yielding): whether so many have arrived within that time. In the first
@@ -100,11 +110,8 @@ static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t 
     double seconds = PyFloat_AsDouble(arguments[2]), yielding = PyFloat_AsDouble(arguments[3]);
     if (PyErr_Occurred())
         return NULL;
-    for (int i = 0; i < SPINS; i++) {
-        if (is_open(g, goal))
-            Py_RETURN_TRUE;
-        rest();
-    }
+    if (comes_soon(g, goal))
+        Py_RETURN_TRUE;
     double start = now(), time = start;
     int done = 0;
     while (!done && time < start + seconds) {

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from multibn import wire
-from multibn.communicators.channel import Allreduce, HostArray
+from multibn.communicators.channel import HostArray
 from multibn.communicators.polling import Poll, chain, never, poll
 from multibn.communicators.watchdog import check_timeout
 
@@ -79,7 +79,7 @@ class PrivateGloo:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def open_allreduce(self, number: int) -> Generator[Poll, None, Allreduce]:
+    def open_allreduce(self, number: int) -> Generator[Poll, None, BlockAllreduce]:
         """As `Transport.open_line`."""
         if self._thread is None:
             # Connecting waits for the other ranks without a deadline of multibn's.

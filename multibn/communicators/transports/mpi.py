@@ -25,6 +25,7 @@ from multibn.communicators.watchdog import Status, StatusBoard
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
+_LOOKS = 20  # of some 0.2 us each, before a rank waits
 _OFTEN = 50  # messages after which one length is worth a persistent request
 
 
@@ -210,12 +211,15 @@ class _Allreduce:
         self._in_place: Any = mpi.IN_PLACE
         self._offers = spin_seconds()
 
-    def begin(self, a: HostArray) -> Poll:
+    def begin(self, a: HostArray) -> Poll | None:
         self._num_begun += 1
         if self._num_begun == _OFTEN and self._buffer is not None:
             self._keep_request(self._buffer)  # collective: all ranks have begun as many
         if a is self._buffer and self._request is not None:
             self._request.Start()
+            for _ in range(_LOOKS):
+                if self._request.Test():
+                    return None
             return self._done
         request = self._comm.Iallreduce(self._in_place, a)
         return partial(poll, request.Test, offers=self._offers)

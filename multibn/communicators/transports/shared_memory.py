@@ -229,11 +229,13 @@ class SharedAllreduce:
         The ranks of other ones have failed to meet, and notices will say where they are.
         """
         numbers = np.array([self._number + 3.0, (self._number + 3.0) ** 2])
-        yield self.begin(numbers)
+        pending = self.begin(numbers)
+        if pending is not None:
+            yield pending
         while not wire.all_equal(numbers[0], numbers[1], self._size):
             yield never
 
-    def begin(self, a: HostArray) -> Poll:
+    def begin(self, a: HostArray) -> Poll | None:
         self._begun += 1
         self._waited = 0.0
         self._message = a
@@ -243,8 +245,12 @@ class SharedAllreduce:
             kind = wire.fingerprint(f"{a.dtype} {a.shape}")
             self._kinds[parity, self._machine.rank] = kind
         slot = self._slots_at[parity] + self._offset
-        core.arrive(self._gate, self._begun * self._size, slot, self._message_at, a.nbytes)
-        return self._add_all
+        goal = self._begun * self._size
+        here = core.arrive(self._gate, goal, slot, self._message_at, a.nbytes)
+        if not here or self._kinds is not None:
+            return self._add_all
+        core.add(self._message_at, self._slots_at[parity], self._stride, self._size, a.size)
+        return None
 
     def _add_all(self, seconds: float) -> bool:
         """Make of the message the sum; False if a rank has not come within that time."""

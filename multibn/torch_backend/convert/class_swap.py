@@ -18,7 +18,8 @@ from multibn.communicators import as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.torch_backend.layer import compiled, dtensors, functional, modules
-from multibn.torch_backend.layer.base import running_of, updates_running
+from multibn.torch_backend.layer.autograd import running_of
+from multibn.torch_backend.layer.base import updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 
 _TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {

@@ -20,7 +20,8 @@ from multibn.engine.plan import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import compiled, data_parallel, functional
-from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, running_of
+from multibn.torch_backend.layer.autograd import running_of
+from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase
 from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.sub_batch_norm import Part
 

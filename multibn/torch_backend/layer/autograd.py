@@ -17,20 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn import kernels
-from multibn._typing import Weighting
+from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, layer_communicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.plan import Gradient, NormArgs, Plan
-from multibn.engine.running import update_running
+from multibn.engine.running import StepAccumulator, update_running
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference
 from multibn.kernels.layout import sizes_in_memory
+from multibn.torch_backend.layer import dtensors
 
 _NOTHING = nullcontext()
+_group: Any = dist.group if dist.is_available() else None
 
 
 # The dispatch mode in which make_fx writes operations down. Compiled code cannot ask for a mode.
@@ -43,11 +46,12 @@ def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
     An input for which a layer has a plan under this key has been checked, as have the parameters
     and the running statistics. The rows of the table are tests/torch_backend/layer/test_guard.py's.
     """
-    x, residual = args.x, args.residual
+    x: Any = args.x
     ddp: Any = DistributedDataParallel._active_ddp_module
     if (
-        not _is_dense(x)
-        or not (residual is None or _is_dense(residual))
+        type(x) is not Tensor
+        or x.layout is not torch.strided
+        or x.is_nested
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0  # tangents
         or torch._C._get_dispatch_mode(MAKE_FX)
@@ -55,25 +59,52 @@ def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
         or (ddp is not None and ddp._join_config.enable)
     ):
         return None
+    needed = x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
+    weight, bias, residual, running = args.weight, args.bias, args.residual, args.running
     options = args.eps, args.relu, weighting
-    key: list[Any] = [x.shape, x.stride(), x.dtype, x.device, needs_gradient(x), *options]
-    running = args.running
-    tensors: list[Any] = [args.weight, args.bias, residual]
-    if type(running) is Running:
-        tensors += [running.mean, running.var]
-    for tensor in tensors:
-        if tensor is None:
-            key.append(None)
-        else:
-            key += type(tensor), tensor.shape, tensor.dtype, tensor.device
-    world = dist.group.WORLD if dist.is_available() else None  # may be made anew
+    key: tuple[Any, ...] = (x.shape, x.stride(), x.dtype, x.device, needed, *options)
+    world = None if _group is None else _group.WORLD  # may be made anew
     # Weak: a plan keeps neither alive, and another one in the same place is another one.
-    key += type(running), ddp and ref(ddp), world and ref(world)
-    return tuple(key)
+    key += type(running), weight is None, ddp and ref(ddp), world and ref(world)
+    if weight is not None:
+        key += type(weight), weight.shape, weight.dtype, weight.device, bias is None
+    if bias is not None:
+        key += type(bias), bias.shape, bias.dtype, bias.device
+    if type(running) is Running:
+        mean, var = running.mean, running.var
+        key += mean.shape, mean.dtype, mean.device, var.shape, var.dtype, var.device
+    if residual is not None:
+        if type(residual) is not Tensor or residual.layout is not torch.strided:
+            return None
+        key += residual.is_nested or residual.shape, residual.dtype, residual.device
+    return key
 
 
-def _is_dense(x: Any) -> bool:
-    return type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+def running_of(
+    bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
+) -> Running | StepAccumulator | None:
+    """The buffers of `bn` that a training step moves in place, once; None if there are none.
+
+    In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
+    the batch already.
+    """
+    if not bn.track_running_stats:
+        return None
+    pool: StepAccumulator | None = getattr(bn, "pool", None)
+    if pool is not None:
+        return pool
+    # Attributes of a module, which has its own look-up, take longer.
+    buffers = bn._buffers
+    mean, var = buffers["running_mean"], buffers["running_var"]
+    counter = buffers["num_batches_tracked"]
+    if mean is None or var is None:
+        return None
+    if type(mean) is not Tensor:
+        mean, var, counter = map(dtensors.buffer, (mean, var, counter))
+    if momentum is not None:
+        return Running(mean, var, momentum, convention)
+    momentum = 0.0 if counter is None and bn.momentum is None else bn.momentum
+    return Running(mean, var, momentum, convention, counter)
 
 
 def is_transformed() -> bool:

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
@@ -135,33 +134,6 @@ def _name(layer: nn.Module | None) -> str:
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
     steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
     return ".".join(steps) or type(layer).__qualname__
-
-
-def running_of(
-    bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
-) -> Running | StepAccumulator | None:
-    """The buffers of `bn` that a training step moves in place, once; None if there are none.
-
-    In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
-    the batch already.
-    """
-    if not bn.track_running_stats:
-        return None
-    pool: StepAccumulator | None = getattr(bn, "pool", None)
-    if pool is not None:
-        return pool
-    # Attributes of a module, which has its own look-up, take longer.
-    buffers = bn._buffers
-    mean, var = buffers["running_mean"], buffers["running_var"]
-    counter = buffers["num_batches_tracked"]
-    if mean is None or var is None:
-        return None
-    if type(mean) is not Tensor:
-        mean, var, counter = map(dtensors.buffer, (mean, var, counter))
-    if momentum is not None:
-        return Running(mean, var, momentum, convention)
-    momentum = 0.0 if counter is None and bn.momentum is None else bn.momentum
-    return Running(mean, var, momentum, convention, counter)
 
 
 def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> bool:

@@ -13,11 +13,8 @@ from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import reference
 from multibn.torch_backend.layer import autograd, compiled, functional
-from multibn.torch_backend.layer.base import (
-    LOCAL,
-    SyncNormBase,
-    running_of,
-)
+from multibn.torch_backend.layer.autograd import running_of
+from multibn.torch_backend.layer.base import LOCAL, SyncNormBase
 from multibn.torch_backend.layer.step_statistics import step_statistics
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from multibn._typing import RunningVar
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
-from multibn.torch_backend.layer.base import SyncNormBase, running_of
+from multibn.torch_backend.layer.autograd import running_of
+from multibn.torch_backend.layer.base import SyncNormBase
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import reduced_axes
 from multibn.torch_backend.layer import compiled, functional
+from multibn.torch_backend.layer.autograd import running_of
 from multibn.torch_backend.layer.base import (
     LOCAL,
     SyncNormBase,
     has_hooks,
-    running_of,
     updates_running,
 )
 from multibn.torch_backend.layer.modules import call_node

@@ -16,15 +16,14 @@ require.need("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from multibn.communicators.channel import Allreduce  # noqa: E402
 from multibn.communicators.polling import chain  # noqa: E402
-from multibn.communicators.transports.gloo import PrivateGloo  # noqa: E402
+from multibn.communicators.transports.gloo import BlockAllreduce, PrivateGloo  # noqa: E402
 
 SECONDS = 60.0
 
 
-def _opened(side: PrivateGloo, number: int) -> Allreduce:
-    opened: list[Allreduce] = []
+def _opened(side: PrivateGloo, number: int) -> BlockAllreduce:
+    opened: list[BlockAllreduce] = []
     assert chain(side.open_allreduce(number), opened.append)(SECONDS)
     return opened[0]
 

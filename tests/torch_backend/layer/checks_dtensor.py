@@ -30,7 +30,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.communicators.channel import FIRST_MESSAGES, Channel
+from multibn.communicators.watchdog import Watchdog
 from multibn.parity import oracle
 from multibn.torch_backend import (
     SubBatchNorm2d,
@@ -76,21 +76,14 @@ def _place(x: Tensor, mesh: Any, placements: Any) -> Any:
 def _messages() -> Iterator[list[int]]:
     """The sizes of this rank's messages over lines, without the first messages of layers."""
     sizes: list[int] = []
-    exchange, add = Channel.exchange, Channel.sum
+    wait = Watchdog.wait
 
-    def counting_exchange(self: Any, buffer: Any, *arguments: Any) -> None:
-        sizes.append(buffer.size)
-        exchange(self, buffer, *arguments)
+    def counting_wait(self: Any, begin: Any, place: str, text: object) -> None:
+        if place not in ("introduction", "first message") and not place.startswith("open "):
+            sizes.append(begin.args[0].size)
+        wait(self, begin, place, text)
 
-    def counting_sum(self: Any, a: Any, place: str, *arguments: Any, **options: Any) -> Any:
-        if options.get("number") != FIRST_MESSAGES and place != "introduction":
-            sizes.append(a.size)
-        return add(self, a, place, *arguments, **options)
-
-    with (
-        patch.object(Channel, "exchange", counting_exchange),
-        patch.object(Channel, "sum", counting_sum),
-    ):
+    with patch.object(Watchdog, "wait", counting_wait):
         yield sizes
 
 
