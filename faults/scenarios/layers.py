@@ -1,5 +1,6 @@
 """Layers that differ between the ranks."""
 
+import gc
 from datetime import timedelta
 from typing import Any
 
@@ -7,6 +8,7 @@ from faults.networks import CHANNELS
 from faults.scenarios._scenario import SILENCE, differ, of_rank_1, scenario
 from faults.setups import OURS
 from faults.trial import Trial
+from multibn import as_communicator
 
 _BUILT = r"have built layer1\.0\.bn1 differently: "
 _LATER = r" \(forward, float64, call 3\)"
@@ -212,3 +214,19 @@ recomputed = of_rank_1(
     says=r"the ranks are in different places: .*layer1\.1\.bn2 \(backward.*layer1\.0\.bn1 \(fo",
     setups=("shared memory", "gloo", "ddp", "mpi", "own", "naive formula"),
 )
+
+
+@scenario(
+    "a layer of ranks 0 and 1 that was deleted, then another network on all",
+    setups=tuple(name for name in OURS if name != "ddp"),  # whose network is on all ranks
+)
+def deleted(trial: Trial) -> None:
+    everybody = as_communicator(trial.communicator)
+    pair = everybody.split(trial.rank // 2)
+    if trial.rank < 2:
+        trial.build(communicator=pair)
+        trial.steps(2)
+        del trial.trainee
+        gc.collect()
+    trial.begin()
+    trial.steps(2)
