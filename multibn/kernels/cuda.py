@@ -88,6 +88,31 @@ def finish_forward(
     args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
 ) -> tuple[Tensor, BatchStatistics, int]:
     """As `reference.finish_forward`; two launches, four for a cumulative average."""
+    found = _finish(args, summed, rank_weight, count)
+    if found is None:
+        return reference.finish_forward(args, summed, rank_weight, count)
+    plan, coefficients, batch, state = found
+    return _normalize(plan, args, coefficients), batch, state
+
+
+def finish_in_coefficients(
+    args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
+) -> tuple[Tensor, BatchStatistics, int] | None:
+    """As `finish_forward`, but for the output, whose `reference.output_coefficients` it returns.
+
+    They are one tensor, from one launch. None where the kernels cannot compute.
+    """
+    found = _finish(args, summed, rank_weight, count)
+    if found is None:
+        return None
+    plan, coefficients, batch, state = found
+    return coefficients[:3].view(3, *plan.shape), batch, state
+
+
+def _finish(
+    args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
+) -> "tuple[_Plan, Tensor, BatchStatistics, int] | None":
+    """The plan, the coefficients of the passes, the statistics, and the state of a message."""
     plan, weight, bias, running = _plan(args), args.weight, args.bias, args.running
     if (
         plan is None
@@ -95,7 +120,7 @@ def finish_forward(
         or not fit(plan.device, plan.shape, (), (weight, bias))
         or not (running is None or movable(running, plan))
     ):
-        return reference.finish_forward(args, summed, rank_weight, count)
+        return None
     is_many = isinstance(count, float) and count > 1.0
     state = OK if summed.is_cuda and is_many else reference.state(summed, count)
     moved = running if state == OK else None
@@ -110,7 +135,7 @@ def finish_forward(
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     if constants["CUMULATIVE"]:  # only now: all programs have read the counter
         arrays[2].add_(batch.count > 0)
-    return _normalize(plan, args, coefficients), batch, state
+    return plan, coefficients, batch, state
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
@@ -167,6 +192,24 @@ def finish_backward(
     key = key and (*key, "gradient", g.y is None, isinstance(factor, Tensor))
     launch(passes.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
+
+
+def gradient_in_coefficients(g: Gradient, summed: Tensor, begun: Any = None, /) -> Tensor | None:
+    """As `reference.gradient_coefficients`, in one tensor, from one launch.
+
+    None where the kernels cannot compute.
+    """
+    numbers = (2 * g.batch.mean.numel(),)
+    if begun is None or not fit(g.input.x.device, numbers, (summed,)):
+        return None
+    plan, (mean, var, _, element_weight), weight = begun[0], g.batch, g.input.weight
+    coefficients = summed.new_empty((4, *plan.shape), dtype=plan.dtype)
+    factor = number(element_weight)
+    arguments = summed, mean, var, weight, factor, coefficients, number(g.input.eps), plan.channels
+    key = "gradient", weight is None or weight.dtype, isinstance(factor, Tensor), plan.dtype
+    programs = -(-plan.channels // _BLOCK)
+    launch(steps.gradient_coefficients, programs, arguments, _STEP, key, _known)
+    return coefficients
 
 
 def normalize(args: NormArgs, batch: BatchStatistics, /) -> Tensor:

@@ -14,6 +14,7 @@ from multibn.communicators.handshake import look_at_unread
 from multibn.engine import plan
 from multibn.kernels import NormArgs, Running, cuda, reference
 from multibn.torch_backend import SyncBatchNorm
+from multibn.torch_backend.layer import compiled
 from multibn.wire import LARGEST
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
@@ -99,6 +100,35 @@ def test_the_launches_of_a_step(launched: list[str], monkeypatch: pytest.MonkeyP
     assert x.grad is not None
     torch.testing.assert_close(y.double(), right[:4], rtol=0, atol=1e-5)
     torch.testing.assert_close(x.grad.double(), both.grad[:4], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("relu", "masked", "affine"),
+    [(False, False, True), (True, False, True), (False, True, True), (True, True, False)],
+)
+def test_the_operators_of_compiled_code_return_the_kernels_coefficients(
+    relu: bool, masked: bool, affine: bool, dtype: str, launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In six launches and one concatenation, or seven where the sign of the output is gone."""
+    C, communicator = 300, Twice()
+    compiled.register(communicator)
+    x, dy = (wide(4, C, 5).to(getattr(torch, dtype)) for _ in range(2))
+    mask = (wide(4, 1, 5) > 0) if masked else None
+    weight, bias = (wide(C).float() if affine else None for _ in range(2))
+    args = x, weight, bias, 1e-5, [0, 2], relu, mask, None
+    found = []
+    for chosen in (cuda, reference):
+        monkeypatch.setattr(compiled, "select", lambda x, chosen=chosen: chosen)
+        launched.clear()
+        sums = compiled._forward_sums(*args, C, id(communicator), "element", True)
+        batch = compiled._statistics(sums[1], (C,))
+        found.append([*sums, *compiled._backward_sums(dy, *args, *batch, True, id(communicator))])
+        assert len(launched) == (6 + relu) * (chosen is cuda)
+    for ours, right in zip(*found, strict=True):
+        assert ours.dtype == right.dtype
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter

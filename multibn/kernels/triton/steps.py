@@ -148,6 +148,28 @@ def coefficients_of(mean, var, weight, bias, coefficients, eps, C, BLOCK: conste
     _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
 
 
+@_step
+def gradient_coefficients(
+    summed, mean, var, weight, element_weight, coefficients, eps, C, BLOCK: constexpr
+):
+    """As `reference.gradient_coefficients`, for code that a compiler writes."""
+    c, exists = _channels(C, BLOCK)
+    DTYPE = coefficients.dtype.element_ty
+    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    centre = m.to(DTYPE)
+    invstd = 1.0 / tl.sqrt(v + number(eps))
+    dy_scale = invstd
+    if weight is not None:
+        dy_scale = invstd * tl.load(weight + c, exists, 0.0).to(tl.float64)
+    pull = -dy_scale * number(element_weight)
+    x_scale = pull * invstd * tl.load(summed + C + c, exists, 0.0)
+    shift = pull * tl.load(summed + c, exists, 0.0) - (m - centre.to(tl.float64)) * x_scale
+    tl.store(coefficients + c, centre, exists)
+    tl.store(coefficients + C + c, x_scale.to(DTYPE), exists)
+    tl.store(coefficients + 2 * C + c, dy_scale.to(DTYPE), exists)
+    tl.store(coefficients + 3 * C + c, shift.to(DTYPE), exists)
+
+
 @triton.jit
 def number(v):
     return tl.load(v) if v.dtype.is_ptr() else v.to(tl.float64, bitcast=True)

@@ -7,6 +7,7 @@ the gradient, with the operations around the layer. Meta and fake tensors take t
 An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -160,26 +161,41 @@ def _spread(args: NormArgs) -> list[Any]:
 def _up_to_elements(x: Tensor) -> Any:
     """The kernels for `x`, but for the passes that write: coefficients take their place."""
     kernels = select(x)
+    # A GPU's kernels have these, which return None for what they cannot compute.
+    finish = getattr(kernels, "finish_in_coefficients", lambda *_: None)
+    gradient = getattr(kernels, "gradient_in_coefficients", lambda *_: None)
 
     def finish_forward(args: NormArgs, *summed: Any) -> Any:
+        found = finish(args, *summed)
+        if found is not None:
+            return found
         # Of a single sample: the kernels normalize, too.
         sample = x.new_zeros([1 if k in args.axis else n for k, n in enumerate(x.shape)])
         _, batch, state = kernels.finish_forward(args._replace(x=sample, mask=None), *summed)
         return reference.output_coefficients(args, batch), batch, state
+
+    def finish_backward(g: Gradient, summed: Any, *begun: Any) -> Any:
+        found = gradient(g, summed, *begun)
+        return reference.gradient_coefficients(g, summed) if found is None else found, None
 
     return SimpleNamespace(
         begin_forward=kernels.begin_forward,
         finish_forward=finish_forward,
         normalize=reference.output_coefficients,
         begin_backward=kernels.begin_backward,
-        finish_backward=lambda g, summed, *_: (reference.gradient_coefficients(g, summed), None),
+        finish_backward=finish_backward,
     )
 
 
-def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
+def _coefficients_like(x: Tensor, shape: Any, count: int) -> Tensor:
     # The operator will refuse integers.
     dtype = reference.arithmetic_dtype(torch, x.dtype) if x.dtype.is_floating_point else None
-    return [torch.empty_like(mean, dtype=dtype) for _ in range(count)]
+    return x.new_empty((count, *shape), dtype=dtype or torch.float64)
+
+
+def _in_one(coefficients: Any) -> Tensor:
+    """Coefficients as an operator returns them: in memory of their own."""
+    return coefficients if isinstance(coefficients, Tensor) else torch.stack([*coefficients])
 
 
 def _forward_sums_like(*arguments: Any) -> list[Tensor]:
@@ -188,15 +204,21 @@ def _forward_sums_like(*arguments: Any) -> list[Tensor]:
         num_channels,
         *channels(args.x.shape, args.axis)[1:],
     )  # of the layer, if `x` does not fit
-    batch = [args.x.new_empty(s, dtype=torch.float64) for s in (shape, shape, (), ())]
-    return _coefficients_like(args.x, batch[0], 3) + batch
+    numbers = args.x.new_empty(2 * math.prod(shape) + 2, dtype=torch.float64)
+    return [_coefficients_like(args.x, shape, 3), numbers]
+
+
+def _statistics(numbers: Tensor, shape: tuple[int, ...]) -> BatchStatistics:
+    """The numbers of `BatchStatistics`, which an operator returns in a row."""
+    mean, var = numbers[:-2].view(2, *shape).unbind()
+    return BatchStatistics(mean, var, *numbers[-2:].unbind())
 
 
 @operator(
     f"forward_sums({_INPUT}, {_SHARING}, bool needs_gradient) -> Tensor[]", _forward_sums_like
 )
 def _forward_sums(*arguments: Any) -> list[Tensor]:
-    """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
+    """The coefficients of the output, and the numbers of `_statistics`. Collective."""
     args, num_channels, communicator, weighting, needed = _gather(*arguments)
     args = autograd.dense(args)
     run = partial(plan.forward, verbs=_up_to_elements(args.x), needs_gradient=needed)
@@ -206,7 +228,7 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
         )
     if recompute.in_recomputing():  # with a count of 0, running statistics do not move
         batch = batch._replace(count=torch.zeros_like(batch.count))
-    return [v.clone() for v in (*coefficients, *batch)]  # the centre may be the mean
+    return [_in_one(coefficients), torch.cat([v.reshape(-1) for v in batch])]
 
 
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
@@ -214,7 +236,7 @@ def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
     parameters = [
         args.x.new_empty(0) if p is None else torch.empty_like(p) for p in (args.weight, args.bias)
     ]
-    return parameters + _coefficients_like(args.x, mean, 4 * needs_dx)
+    return parameters + [_coefficients_like(args.x, mean.shape, 4)] * needs_dx
 
 
 @operator(
@@ -231,10 +253,8 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
         if torch.is_anomaly_enabled():
             autograd.find_nan(g, sharing)
         dx, _, *parameters = plan.backward(g, sharing, verbs=_up_to_elements(args.x))
-    found: Any = dx if needs_dx else ()
-    return [args.x.new_empty(0) if p is None else p for p in parameters] + [
-        v.clone() for v in found
-    ]
+    given = [args.x.new_empty(0) if p is None else p for p in parameters]
+    return [*given, _in_one(dx)] if needs_dx else given
 
 
 @operator(
@@ -261,7 +281,8 @@ def _forward(*arguments: Any) -> list[Tensor]:
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
         with torch.no_grad():
             numbers = torch.ops.multibn.forward_sums(*arguments, needed)
-        return [torch.empty_like(args.x), *numbers[3:]]
+        shape = (num_channels, *channels(args.x.shape, args.axis)[1:])
+        return [torch.empty_like(args.x), *_statistics(numbers[1], shape)]
     y, batch = autograd.forward(_Plan(_communicators[communicator], weighting, needed), args)
     return [y, *batch]
 
@@ -276,8 +297,9 @@ class _Plan(NamedTuple):
     def forward(self, args: NormArgs) -> tuple[Tensor, BatchStatistics]:
         summed = args._replace(residual=None)  # the operator would need the residual in memory
         sharing = args.x.shape[1], id(self.communicator), self.weighting, self.needs_gradient
-        numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
-        return reference.finish(args, numbers[:3]), BatchStatistics(*numbers[3:])
+        coefficients, numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
+        batch = _statistics(numbers, tuple(coefficients.shape[1:]))
+        return reference.finish(args, coefficients.unbind()), batch
 
     def backward(self, g: Gradient) -> tuple[Tensor | None, ...]:
         if g.y is not None:
@@ -288,7 +310,7 @@ class _Plan(NamedTuple):
         dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
             g.dy, *_spread(args), *g.batch, g.needs_dx, id(self.communicator)
         )
-        dx = reference.finish_gradient(g, coefficients) if g.needs_dx else None
+        dx = reference.finish_gradient(g, coefficients[0].unbind()) if g.needs_dx else None
         dparameters = None if args.weight is None else dweight, None if args.bias is None else dbias
         return dx, None, *dparameters
 
