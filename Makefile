@@ -95,10 +95,10 @@ gpu:  ## the GPU path, checked and timed in three slots of ten minutes by this m
 fuzz: $(VENV)/installed  #: 10,000 layer calls in each framework, a quarter of them masked, 200 sets of equal models, 2,000 spoiled files
 	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/fuzz tests/checkpoint/test_fuzz_files.py
 
-faults: $(VENV)/installed  #: what goes wrong in training, done on purpose: docs/faults.md, faults/results
+faults: $(VENV)/installed  #: what goes wrong in training, done on purpose: faults/README.md, faults/results
 	$(BIN)/python -m faults
 
-soak: $(VENV)/installed  #: a quarter of an hour of all that a long run does, on 2 to 32 ranks: docs/soak.md
+soak: $(VENV)/installed  #: a quarter of an hour of all that a long run does, on 2 to 32 ranks: tests/soak/README.md
 	$(BIN)/python -m tests.soak
 
 $(VENV)/mutants: $(VENV)/installed
@@ -111,14 +111,14 @@ SEED ?= $(shell date +%Y%m%d)
 mutants: $(VENV)/mutants  #: deliberate mistakes, drawn at random, and the tests that run them: which of them are seen
 	$(BIN)/python -m tests.mutants $(MUTANTS) $(SEED)
 
-programs: $(PROGRAMS)/installed  #: other people's models, trainers and rules: docs/programs.md
+programs: $(PROGRAMS)/installed  #: other people's models, trainers and rules: tests/programs/README.md
 	$(PROGRAMS)/bin/python -m pytest --require programs tests/programs
 
 $(VENV)/versions: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group versions
 	touch $@
 
-versions: $(VENV)/versions  #: the tests without ranks, with the oldest and the newest packages: docs/versions.md
+versions: $(VENV)/versions  #: the tests without ranks, with the oldest and the newest packages: tests/versions.md
 	$(BIN)/python -m nox --session versions
 
 $(VENV)/release: $(VENV)/installed

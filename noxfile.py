@@ -1,7 +1,7 @@
 """`make versions` and `make release`: environments of their own, in .nox.
 
 `nox --session "versions(minimum)"` runs the tests that need no ranks with one set of versions.
-tests/versions.py does so in the set's environment, and writes docs/versions.md. An index with
+tests/versions.py does so in the set's environment, and writes tests/versions.md. An index with
 torch's builds for CPU, if it is named by PIP_EXTRA_INDEX_URL, saves gigabytes.
 """
 

@@ -92,13 +92,20 @@ REPOSITORIES = {
 
 
 # The search would find these before the guides.
-FOR_MAINTAINERS = r"decisions/|(changelog|contributing|soak)$"
+FOR_MAINTAINERS = r"decisions/|(changelog|contributing)$"
+# Links to pages of the repository that the site does not have.
+IN_REPOSITORY = re.compile(
+    r"\[([^]]+)\]\((?:\.\./)+((?:benchmarks|evidence|faults|tests)/[\w/]+\.md)(#[\w-]+)?\)"
+)
 
 
 def _read(app: Any, page: str, source: list[str]) -> None:
     """`pytorch#78078` is a link, and pages for maintainers stay out of the search."""
-    if re.match(FOR_MAINTAINERS, page):
-        source[0] = f"---\nnosearch: true\n---\n{source[0]}"
+    up = "../" * (page.count("/") + 1)
+    source[0] = IN_REPOSITORY.sub(
+        rf"[\1]({repository}/blob/HEAD/\2\3)" if repository else rf"{{download}}`\1 <{up}\2>`",
+        source[0],
+    )
     source[0] = re.sub(
         rf"(?<![\w\[])({'|'.join(REPOSITORIES)})#(\d+)",
         lambda found: (

@@ -1,6 +1,6 @@
 """Tries out what goes wrong in distributed training, and reports what the user sees of it.
 
-Starts real processes under real launchers. Writes faults.json and docs/faults.md. The exit status
+Starts real processes under real launchers. Writes faults.json and faults/README.md. The exit status
 is 1 if a fault was not met as it should be.
 """
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             help="default: all; the others keep what the file says",
         )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="DIRECTORY",
-                        help="default: faults/results, and docs/faults.md")  # fmt: skip
+                        help="default: faults/results, and faults/README.md")  # fmt: skip
     arguments = parser.parse_args(argv)
     output = arguments.output or ROOT / "faults/results"
     output.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             complaints += [row["complaint"]] * bool(row["complaint"])
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
-    page = ROOT / "docs/faults.md"
+    page = ROOT / "faults/README.md"
     if arguments.output:
         page = Path(shutil.copy(page, arguments.output))
     report.write(results, page)

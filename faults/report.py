@@ -1,4 +1,4 @@
-"""What came of the faults, in the terminal and as docs/faults.md."""
+"""What came of the faults, in the terminal and as faults/README.md."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ def show(row: Mapping[str, Any]) -> None:
 
 
 def write(results: Results, page: Path) -> None:
-    """Put the tables into docs/faults.md."""
+    """Put the tables into faults/README.md."""
     put(page, "each fault", markdown(_COLUMNS, list(_lines(results))))
     put(page, "messages", markdown(("fault", "what the user sees"), _messages(results)))
     rows = [

@@ -1,6 +1,6 @@
 """The tests that need no ranks, with one set of versions, and the table of all sets: noxfile.py.
 
-`python -m tests.versions NAME` writes docs/versions.md. The exit status is that of pytest.
+`python -m tests.versions NAME` writes tests/versions.md. The exit status is that of pytest.
 """
 
 import json
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     if not tests:
         Path(RESULTS, f"{name}.json").write_text(json.dumps(row, indent=1))
     rows = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
-    put(ROOT / "docs/versions.md", "results", text(rows))
+    put(ROOT / "tests/versions.md", "results", text(rows))
     return run.returncode
 
 

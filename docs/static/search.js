@@ -1,6 +1,6 @@
 /* What pages for tasks say comes before what the reference says, and evidence comes last. */
 const FIRST = { "guides/uneven-data": 6, "guides/": 5, "limits": 3, "faq": 4, "index": 6 };
-const LAST = /^(peers|programs|faults|scaling|versions|originals)/;
+const LAST = /^(scaling|originals)/;
 var Scorer = {
   score: ([page, , , , score]) =>
     LAST.test(page) ? score - 5

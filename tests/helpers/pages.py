@@ -7,7 +7,8 @@ from tests.helpers import launch
 
 MARKDOWN = sorted(
     str(path.relative_to(launch.ROOT))
-    for path in [*launch.ROOT.glob("*.md"), *(launch.ROOT / "docs").rglob("*.md")]
+    for pattern in ("*.md", "docs/**/*.md", "evidence/*.md", "faults/*.md", "tests/**/*.md")
+    for path in launch.ROOT.glob(pattern)
 )
 
 

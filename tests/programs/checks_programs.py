@@ -1,6 +1,6 @@
 """Other people's models, trainers and rules with a converted model: `make programs`.
 
-Each check is a row of the table in docs/programs.md, which the last check writes.
+Each check is a row of the table in tests/programs/README.md, which the last check writes.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A row of the table in docs/programs.md."""
+"""A row of the table in tests/programs/README.md."""
 
 import json
 import platform
@@ -87,5 +87,5 @@ def put_all() -> int:
     )
     about = f"On {time.strftime('%Y-%m-%d')}, with Python {platform.python_version()}, {versions}:"
     table = markdown(_COLUMNS, [row.cells() for row in rows])
-    put(ROOT / "docs/programs.md", "rows", f"{about}\n\n{table}")
+    put(ROOT / "tests/programs/README.md", "rows", f"{about}\n\n{table}")
     return len(rows)

@@ -1,6 +1,6 @@
 """Trains for a quarter of an hour in many ways, and counts what the ranks hold.
 
-Writes the tables of docs/soak.md. The exit status is 1 if anything grew on a rank.
+Writes the tables of tests/soak/README.md. The exit status is 1 if anything grew on a rank.
 """
 
 import argparse
@@ -36,7 +36,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--ranks", type=int, default=32, help="the most ranks")
-    parser.add_argument("--page", type=Path, default=Path("docs/soak.md"), help="has the tables")
+    page = Path(__file__).with_name("README.md")
+    parser.add_argument("--page", type=Path, default=page, help="has the tables")
     arguments = parser.parse_args()
     began = time.monotonic()
     runs: dict[tuple[str, int], Any] = {}
