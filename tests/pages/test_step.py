@@ -14,7 +14,7 @@ from benchmarks import calls  # noqa: E402
 def test_the_page_of_a_step_shows_the_calls_of_a_trace(framework: str) -> None:
     page = (ROOT / "docs/step.md").read_text()
     for name, trace in zip(("forward", "backward"), calls.traces(framework), strict=True):
-        shown = page.partition(f"### {framework}, {name}\n")[2].partition("```text\n")[2]
+        shown = page.partition(f"## {framework}, {name}\n")[2].partition("```text\n")[2]
         assert shown.partition("\n```")[0].splitlines() == [*calls.tree(trace)], (
             "Write docs/step.md anew from `python -m benchmarks.calls`."
         )
