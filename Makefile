@@ -83,7 +83,7 @@ $(VENV)/evidence: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group evidence
 	touch $@
 
-evidence: $(VENV)/evidence  ## when it matters who shares statistics: docs/guides/which-batch-norm.md
+evidence: $(VENV)/evidence  ## when it matters who shares statistics: evidence/README.md
 	$(BIN)/python -m evidence
 
 bench: $(VENV)/installed  ## what a layer, a network and a message cost beside their peers: benchmarks/results

@@ -54,10 +54,9 @@ def versions(session: nox.Session, name: str) -> None:
     session.run("python", "-m", "tests.versions", name, *session.posargs)
 
 
-# The extras and the page of each tab of the site's first page.
-TABS = re.findall(
-    r"pip install '\.\[(.*?)\]'.*?\{include\} (\S+)", Path("docs/index.md").read_text(), re.DOTALL
-)
+# The extras and the page of each tab of the quick start.
+QUICK_START = Path("docs/quick-start.md").read_text()
+TABS = re.findall(r"pip install '\.\[(.*?)\]'.*?\{include\} (\S+)", QUICK_START, re.DOTALL)
 
 
 @nox.session(python="3.11")

@@ -25,7 +25,7 @@ extensions = [
     *("sphinx_copybutton", "sphinx_design"),
 ]
 templates_path = ["reference/templates"]
-exclude_patterns = ["reference/templates"]
+exclude_patterns = ["reference/templates", "decisions"]
 
 # A heading is a target, as on GitHub: [Conventions](conventions.md#conventions).
 myst_heading_anchors = 3
@@ -92,16 +92,17 @@ REPOSITORIES = {
 
 
 # The search would find these before the guides.
-FOR_MAINTAINERS = r"decisions/|(changelog|contributing)$"
+FOR_MAINTAINERS = r"(changelog|contributing|step)$"
 # Links to pages of the repository that the site does not have.
 IN_REPOSITORY = re.compile(
-    r"\[([^]]+)\]\((?:\.\./)+((?:benchmarks|evidence|faults|tests)/[\w/]+\.md)(#[\w-]+)?\)"
+    r"\[([^]]+)\]\((?:\.\./)*((?:docs/decisions|benchmarks|evidence|faults|tests)/[\w/-]+\.md)(#[\w-]+)?\)"
 )
 
 
 def _read(app: Any, page: str, source: list[str]) -> None:
     """`pytorch#78078` is a link, and pages for maintainers stay out of the search."""
     up = "../" * (page.count("/") + 1)
+    source[0] = source[0].replace("](decisions/", "](../docs/decisions/")
     source[0] = IN_REPOSITORY.sub(
         rf"[\1]({repository}/blob/HEAD/\2\3)" if repository else rf"{{download}}`\1 <{up}\2>`",
         source[0],

@@ -1,4 +1,4 @@
-"""Run the studies: `python -m evidence [STUDY ...]`; figures and tables for the guide."""
+"""Run the studies: `python -m evidence [STUDY ...]`; figures and tables."""
 
 import argparse
 import importlib
@@ -13,7 +13,7 @@ from benchmarks import worker
 from benchmarks.tables import put
 from evidence import ROOT
 
-GUIDE = ROOT / "docs/guides/which-batch-norm.md"
+PAGE, PICTURES = ROOT / "evidence/README.md", ROOT / "docs/guides"
 RESULTS = ROOT / "evidence/results"
 STUDIES = ("skew", "precise", "batch_size", "domains")
 
@@ -54,8 +54,8 @@ def main() -> None:
             run_on = {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - start)}
             path.write_text(json.dumps(run_on | {"rows": rows}, indent=1) + "\n")
         results = json.loads(path.read_text())
-        put(GUIDE, study.NAME, section(study, results))
-        pictures.save(partial(study.draw, results["rows"]), GUIDE.parent / study.NAME)
+        put(PAGE, study.NAME, section(study, results))
+        pictures.save(partial(study.draw, results["rows"]), PICTURES / study.NAME)
         print(f"{section(study, results)}\n", flush=True)
 
 

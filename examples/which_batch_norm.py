@@ -1,4 +1,4 @@
-"""Cost and accuracy of each kind of batch norm: the table of docs/guides/which-batch-norm.md.
+"""Cost and accuracy of each kind of batch norm: the last table of evidence/README.md.
 
 python examples/which_batch_norm.py
 

@@ -1,4 +1,4 @@
-"""The experiments of docs/guides/which-batch-norm.md: the guide shows the committed results."""
+"""The experiments of evidence/: the pages show the committed results."""
 
 import importlib
 import json
@@ -24,11 +24,11 @@ def _results(study: ModuleType) -> dict[str, Any]:
     return results
 
 
-def test_the_guide_has_the_results(study: ModuleType) -> None:
+def test_the_pages_have_the_results(study: ModuleType) -> None:
     from evidence.__main__ import section
 
+    assert section(study, _results(study)) in (launch.ROOT / "evidence/README.md").read_text()
     guide = (launch.ROOT / "docs/guides/which-batch-norm.md").read_text()
-    assert section(study, _results(study)) in guide
     assert f"]({study.NAME}.svg)" in guide
     assert (launch.ROOT / f"docs/guides/{study.NAME}.svg").exists()
     study.draw(_results(study)["rows"])

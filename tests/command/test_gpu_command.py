@@ -164,7 +164,7 @@ def test_goals_are_of_what_was_measured() -> None:
 
 def test_the_page_has_the_times_that_are_committed() -> None:
     results = json.loads((launch.ROOT / "benchmarks/results/h200.json").read_text())["fast"]
-    page = " ".join((launch.ROOT / "docs/limits.md").read_text().split())
+    page = " ".join((launch.ROOT / "docs/gpus.md").read_text().split())
     layers: dict[str, list[float]] = {}
     host, added, eager = [], [], {}
     for row in command._times(results):

@@ -11,6 +11,9 @@ MARKDOWN = sorted(
     for path in launch.ROOT.glob(pattern)
 )
 
+# Pages whose programs need what `make programs` installs: tests/programs/test_recipes.py.
+TRAINERS = ["docs/recipes/accelerate.md", "docs/recipes/transformers.md"]
+
 
 class Command(NamedTuple):
     """A command of a page, and the lines that the page shows below."""

@@ -26,17 +26,18 @@ def _functions() -> dict[str, set[str]]:
     }
 
 
-def _missing(text: str) -> list[str]:
+def missing(text: str) -> list[str]:
+    """Names of tests in the text that are no tests."""
     files = _functions()
-    missing = []
+    lost = []
     for path, name in re.findall(FILE, text):
         path = path.removeprefix("tests/")
         if path not in files:
-            missing.append(f"{path}.py")
+            lost.append(f"{path}.py")
         elif re.match("test_|check_", name) and name not in files[path]:
-            missing.append(f"{path}.py: {name}")
+            lost.append(f"{path}.py: {name}")
     known = set().union(PUBLIC, *files.values())
-    return missing + [name for name in re.findall(FUNCTION, text) if name not in known]
+    return lost + [name for name in re.findall(FUNCTION, text) if name not in known]
 
 
 # A change's tests are those of its day; the calls of a step are none.
@@ -45,8 +46,8 @@ OTHERS = {"CHANGELOG.md", "docs/step.md"}
 
 @pytest.mark.parametrize("page", [page for page in MARKDOWN if page not in OTHERS], ids=str)
 def test_tests_that_a_page_names_exist(page: str) -> None:
-    missing = _missing((launch.ROOT / page).read_text())
-    assert not missing, f"{page} names tests that do not exist: {missing}"
+    lost = missing((launch.ROOT / page).read_text())
+    assert not lost, f"{page} names tests that do not exist: {lost}"
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=str)

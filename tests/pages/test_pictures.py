@@ -78,13 +78,16 @@ Figures = Mapping[str, Callable[[], Any]]
 @pytest.fixture(scope="module")
 def figures() -> Figures:
     """What draws each picture, by its path."""
+    import one_step
     import pictures
     import who_shares
 
     from benchmarks import plots
     from evidence import batch_size, domains, precise, skew
 
-    drawn: dict[str, Callable[[], Any]] = {str(who_shares.PICTURE): who_shares.draw}
+    drawn: dict[str, Callable[[], Any]] = {
+        str(picture.PICTURE): picture.draw for picture in (who_shares, one_step)
+    }
     for study in (skew, precise, batch_size, domains):
         results = json.loads((launch.ROOT / f"evidence/results/{study.NAME}.json").read_text())
         drawn[str(GUIDES / study.NAME)] = partial(study.draw, results["rows"])

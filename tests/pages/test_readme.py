@@ -1,48 +1,134 @@
 """What README claims, beside the programs that tests/pages/test_pages.py runs."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.helpers import launch, require
+from tests.helpers.pages import commands, programs, python_blocks
+from tests.pages.test_names import missing
 
 README = (launch.ROOT / "README.md").read_text()
-RENDERED = re.sub(r"<!--.*?-->", "", README, flags=re.DOTALL)
+TEXT = " ".join(README.split())
+
+# The rows of the table beside torch's layer, and tests of multibn's side; checks_readme.py has
+# torch's. No test can show the last row.
+COMPARISON = {
+    "on CPU; over MPI; in Chainer": ["parity/checks_parity.py"],
+    "padding in the batch": [
+        "torch_backend/test_every_layer.py: test_elements_that_do_not_count_take_no_part",
+    ],
+    "a subclass of a batch norm": [
+        "torch_backend/convert/test_class_swap.py: test_it_is_the_original_on_the_whole_batch",
+    ],
+    "the way back": ["torch_backend/convert/test_convert.py: test_revert_restores_the_class"],
+    "copies and pickles of a layer with a group": [
+        "torch_backend/layer/checks_layer.py: check_copies_share_the_group",
+        "torch_backend/layer/checks_layer.py: check_saved_model_loads_without_a_group",
+    ],
+    "second derivatives": [
+        "torch_backend/test_every_layer.py: test_ranks_are_one_process_on_the_whole_batch",
+    ],
+    "`torch.compile(fullgraph=True)`": [
+        "torch_backend/test_every_layer.py: test_one_compiled_graph_gives_eager_numbers",
+        "torch_backend/layer/checks_features.py: check_compiled_ranks_train_beside_eager_ones",
+    ],
+    "a step that GradScaler skips": [
+        "torch_backend/layer/checks_features.py: check_a_step_that_overflows_leaves_no_trace",
+    ],
+    "a rank that is lost, or in another layer": [
+        "communicators/checks_handshake.py: check_another_model_on_one_rank_is_an_error_on_all",
+        "faults/test_faults.py: test_a_fault_is_seen_in_time_on_every_rank",
+    ],
+    "years of use on many GPUs": [],
+}
 
 
-def test_it_is_short() -> None:
-    assert len(RENDERED.split()) <= 700
+def test_it_is_one_page_and_says_first_what_multibn_is() -> None:
+    assert len(README.splitlines()) <= 120
+    before_code = README.partition("```python")[0]
+    assert len(before_code.split()) <= 60
+    assert README.index("## Install") < README.index("# train.py")
 
 
-def test_the_gpu_comes_before_the_first_code() -> None:
-    first, second, *_ = (part for part in RENDERED.split("\n\n")[1:] if part.strip())
-    assert "one H200 has run it so far" in first + second
+def test_the_line_changes_nothing_that_the_code_around_it_sees() -> None:
+    require.need("torch")
+    from torch import nn
+
+    from multibn.torch import revert_sync_batchnorm
+
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    keys = list(plain.state_dict())
+    names = {"model": plain}
+    exec(python_blocks("README.md")[0], names)
+    assert isinstance(names["model"][1], nn.BatchNorm2d)
+    assert list(names["model"].state_dict()) == keys
+    assert type(revert_sync_batchnorm(names["model"])[1]) is nn.BatchNorm2d
 
 
 def test_each_row_of_the_comparison_has_tests() -> None:
-    """Which exist, and are named row by row: tests/pages/test_names.py."""
-    comparison = README[README.index("<!-- comparison -->") :]
-    rows = re.findall(r"^\| ([^|]*) \| [^|]* \| [^|]* \|$", comparison, re.MULTILINE)
-    tests = comparison.partition("<!-- tests of this table\n")[2].partition("\n-->")[0].splitlines()
-    assert [line.partition(" | ")[0] for line in tests] == rows
-    assert 0 < len(rows) <= 10
+    comparison = README.partition("## Beside torch.nn.SyncBatchNorm")[2]
+    rows = re.findall(r"^\| ([^|]+) \| [^|]* \| [^|]* \|$", comparison, re.MULTILINE)
+    assert rows == [*COMPARISON]
+    assert not [name for tests in COMPARISON.values() for name in missing("; ".join(tests))]
 
 
-def test_precise_statistics_are_those_that_readme_shows() -> None:
-    require.need("torch")
-    import torch
-    from torch import nn
-    from torch.optim.swa_utils import update_bn
+def _losses(size: int, program: str, folder: Path) -> list[str]:
+    (folder / f"on_{size}.py").write_text(f"{program}import time; time.sleep(0.5)\n")
+    ran = launch.run("torchrun", size, str(folder / f"on_{size}.py"))
+    assert ran.returncode == 0, ran.stdout
+    return re.findall(r"^step .*$", ran.stdout, re.MULTILINE)
 
-    from multibn.torch import update_bn_stats
 
-    torch.manual_seed(0)
-    loader = [torch.randn(1000, 1) + mean for mean in (-7.5, -2.5, 2.5, 7.5)]
-    theirs, ours = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
-    update_bn(loader, theirs)
-    update_bn_stats(ours, loader, progress=False)
-    of_ours, of_theirs = (float(norm.running_var) for norm in (ours, theirs))  # type: ignore[arg-type]
-    assert of_ours == pytest.approx(torch.cat(loader).var().item(), rel=1e-6)
-    text = " ".join(README.split())
-    assert f"have a variance of {of_ours:.1f}" in text
-    assert f"`torch.optim.swa_utils.update_bn` finds {of_theirs:.2f}" in text
+@pytest.mark.launches
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_the_program_prints_the_same_for_any_number_that_divides_the_images(
+    size: int, tmp_path: Path
+) -> None:
+    assert "1, 2, 4 and 8 processes print the same" in TEXT
+    program = programs("README.md")["train.py"]
+    assert _losses(size, program, tmp_path) == commands("README.md")[0].printed
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("weighted", [False, True])
+def test_three_processes_need_the_weights_of_join(weighted: bool, tmp_path: Path) -> None:
+    program = programs("README.md")["train.py"]
+    if weighted:
+        loss = "labels[rank::size])\n"
+        assert loss in program
+        program = program.replace(loss, "labels[rank::size], reduction='none')\n")
+        program = program.replace("optimizer.zero_grad()", "loss = joined.mean(loss)")
+        program = program.replace("optimizer.step()", "optimizer.step(); optimizer.zero_grad()")
+        loop = "for step in range(3):"
+        program = program.replace(loop, "with join(model) as joined:\n  for step in joined(steps):")
+        program = program.replace("\n    ", "\n      ").replace("step {step}", "step {int(step)}")
+        setup = "from multibn.torch import join\nsteps = [torch.tensor([s]) for s in range(3)]\n"
+        program = program.replace("dist.init", setup + "dist.init")
+    right = _losses(3, program, tmp_path) == commands("README.md")[0].printed
+    assert right == weighted
+
+
+def test_numbers_are_those_of_the_records() -> None:
+    speed = json.loads((launch.ROOT / "benchmarks/results/h200.json").read_text())["fast"]
+    (network,) = (part for part in speed["parts"] if part["part"] == "network")
+    times = network["rows"][0]["microseconds"]
+    ours, torchs = (f"{times[name] / 1e3:.0f} ms" for name in ("multibn", "nn.SyncBatchNorm"))
+    assert f"took {ours} there, and {torchs} with torch's layer" in TEXT
+    records = (launch.ROOT / "tests/programs/README.md").read_text()
+    timm, torchvision = re.findall(r"(\d+) models; conversion and back", records)
+    assert f"{timm} models of timm and {torchvision} of torchvision" in TEXT
+    steps = re.findall(r" \d+ (?:steps|of \d+ layers share) \| ([\d.e-]+) \|", records)
+    assert max(map(float, steps)) < 1e-12
+    assert f"{len([row for row in records.splitlines() if ', 2 steps' in row])} networks" in (
+        (launch.ROOT / "docs/tested.md").read_text()
+    )
+    skew = (launch.ROOT / "evidence/README.md").read_text()
+    (row,) = re.findall(r"^\| 5 \| 2 classes on each rank \|.*", skew, re.MULTILINE)
+    plain, _, ours = (f"{float(share):.0f} %" for share in re.findall(r"\| ([\d.]+) %", row))
+    assert f"[{plain} becomes {ours}]" in TEXT
+    speed_page = (launch.ROOT / "docs/speed.md").read_text()
+    (ratio,) = re.findall(r"like ResNet-50 takes ([\d.]+) \(NCHW\)", " ".join(speed_page.split()))
+    assert f"took {ratio} of the time with local batch norms" in TEXT
