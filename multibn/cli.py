@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (FloatingPointError, ImportError, OSError, ValueError) as error:
-        print(f"multibn {args.command}: {error}", file=sys.stderr)
+        cure = ""
+        if isinstance(error, ModuleNotFoundError) and str(error).startswith("No module named"):
+            cure = f". Run pip install {error.name}, or choose a file of another format"
+        print(f"multibn {args.command}: {error}{cure}", file=sys.stderr)
         return 2
 
 

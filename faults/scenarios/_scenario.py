@@ -87,4 +87,5 @@ def differ(
     ours: str, others: str, subject: str = "the ranks are in different places: ", end: str = ""
 ) -> str:
     """A pattern: the ranks 0 and 2 are in one, and rank 1 in another."""
-    return rf"{subject}rank\(s\) \[0, 2\] in {ours}; rank\(s\) \[1\] in {others}{end}"
+    word = "in" if "places" in subject else "with"
+    return rf"{subject}rank\(s\) \[0, 2\] {word} {ours}; rank\(s\) \[1\] {word} {others}{end}"

@@ -36,12 +36,14 @@ def display_name(name: str) -> str:
     return f"layer {name}" if name[:1].isdigit() else name
 
 
-def group_ranks_by(answers: Iterable[str]) -> str:
-    """Which ranks have given which answer, for people."""
+def group_ranks_by(answers: Iterable[str], preposition: str = "in") -> str:
+    """Group ranks by their answers: "rank(s) [0, 2] in A; rank(s) [1] in B"."""
     ranks: dict[str, list[int]] = {}
     for rank, answer in enumerate(answers):
         ranks.setdefault(answer, []).append(rank)
-    return "; ".join(f"rank(s) {members} in {answer}" for answer, members in ranks.items())
+    return "; ".join(
+        f"rank(s) {members} {preposition} {answer}" for answer, members in ranks.items()
+    )
 
 
 _has_warned = False

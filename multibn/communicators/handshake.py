@@ -209,7 +209,7 @@ def explained(layer: Any, communicator: Any, built: LayerId | None, options: dic
         log_and_raise(
             RuntimeError,
             "the ranks must run the same version of multibn: "
-            f"{group_ranks_by(versions)}. Install one version everywhere.",
+            f"{group_ranks_by(versions, 'with')}. Install one version everywhere.",
         )
     shortest = min(names, key=len)
     # One rank may have the model inside another module.
@@ -231,7 +231,7 @@ def explained(layer: Any, communicator: Any, built: LayerId | None, options: dic
         log_and_raise(
             ValueError,
             f"the ranks have built {display_name(shortest)} differently: "
-            f"{group_ranks_by(answers)}. Build the same model on all ranks.",
+            f"{group_ranks_by(answers, 'with')}. Build the same model on all ranks.",
         )
     if built is not None and len(set(built_as)) > 1:
         places = gather(built.place(), communicator)

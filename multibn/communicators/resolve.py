@@ -156,11 +156,14 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     has_methods = any(callable(getattr_static(obj, name, 0)) for name in ("rank", "size"))
     if not has_methods and isinstance(obj, Communicator) and not isinstance(obj, type):
         return obj
+    is_backend = isinstance(obj, str) and obj in ("gloo", "mpi", "nccl")
     raise TypeError(
         "a communicator must be None, a torch ProcessGroup or DeviceMesh, an mpi4py Comm, a "
         "ChainerMN communicator, a multibn Communicator (an instance, whose `rank` and `size` are "
         "numbers), 'machine', a number of consecutive ranks or a list of ranks: "
         f"got {obj!r} of type {type(obj).__qualname__}."
+        + " Pass None for the default group, whatever its backend."
+        * is_backend
     )
 
 

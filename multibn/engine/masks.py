@@ -26,8 +26,11 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
     name, value = ("mask", mask) if lengths is None else ("lengths", lengths)
     xp = array_namespace(x)
     if not is_array_api_obj(value) or array_namespace(value) is not xp:
-        kind = type(x).__name__
-        raise TypeError(f"`{name}` must be a {kind} like the input: got {type(value).__name__}.")
+        kind, module = type(x).__name__, type(x).__module__.partition(".")[0]
+        raise TypeError(
+            f"`{name}` must be a {kind} like the input: got {type(value).__name__}. Make it one, "
+            f"by {module}.asarray({name}) for example."
+        )
     elements = tuple(x.shape[i] for i in axis)
     if lengths is not None:
         mask = _mask_of(lengths, elements, x)
@@ -113,7 +116,10 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
             f"`lengths` needs an input of shape (N, C, L) or (N, C, L, ...): got shape {shape}."
         )
     if not xp.isdtype(lengths.dtype, "integral"):
-        raise TypeError(f"`lengths` must be integers: got dtype {lengths.dtype}.")
+        raise TypeError(
+            f"`lengths` must be integers: got dtype {lengths.dtype}. Of lengths relative to L, "
+            "pass round(L * lengths) as integers."
+        )
     N, L, *others = elements
     if tuple(lengths.shape) != (N,):
         raise ValueError(

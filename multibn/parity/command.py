@@ -5,7 +5,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from multibn._platform import find_command, importable
@@ -85,13 +86,30 @@ def run(args: argparse.Namespace) -> int:
         if size == 1 or LAUNCHERS[over]
     ]
     verdicts: list[str] = []
-    start = time.monotonic()
-    for number, (over, size) in enumerate(launches, 1):
-        after = f"after {time.monotonic() - start:.0f} s"
-        print(f"launch {number} of {len(launches)}, {after}", file=sys.stderr, flush=True)
-        verdicts += launch(over, size, surfaces, **options)
+    with _progress(len(launches)) as tell:
+        for number, (over, size) in enumerate(launches):
+            tell(number)
+            verdicts += launch(over, size, surfaces, **options)
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
     return exit_status(verdicts)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], object]]:
+    """Tell how many launches are over: a bar on a terminal with rich, and else lines on stderr."""
+    if sys.stdout.isatty() and importable("rich"):
+        from rich.progress import Progress
+
+        with Progress(transient=True) as bar:  # what is printed meanwhile stays above the bar
+            task = bar.add_task("launches of ranks", total=total)
+            yield lambda number: bar.update(task, completed=number)
+        return
+    start = time.monotonic()
+    yield lambda number: print(
+        f"launch {number + 1} of {total}, after {time.monotonic() - start:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def launch(over: str, size: int, surfaces: Iterable[str], **options: Any) -> list[str]:

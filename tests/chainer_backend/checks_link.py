@@ -58,7 +58,7 @@ def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None
     for name, value in others.items():
         options = {name: value} if world.rank == 1 else {}
         link = MultiNodeBatchNormalization(C, world, **options)
-        with pytest.raises(ValueError, match=rf"\[1\] in {name}=") as raised:
+        with pytest.raises(ValueError, match=rf"\[1\] with {name}=") as raised:
             link(np.ones((4, C, C), "f"))
         assert str(raised.value).count(f"{name}=") == 2, raised.value
 

@@ -101,7 +101,7 @@ def test_a_residual_that_does_not_fit_is_refused(residual: Any, error: Any, mess
 def test_a_relu_on_one_rank_alone_is_named_on_all() -> None:
     def run(communicator: ThreadCommunicator) -> None:
         link = MultiNodeBatchNormalization(C, communicator, fuse_relu=communicator.rank == 0)
-        with pytest.raises(ValueError, match=r"\[0\] in fuse_relu=True; .* in fuse_relu=False"):
+        with pytest.raises(ValueError, match=r"\[0\] with fuse_relu=True; .* with fuse_relu=False"):
             link(np.zeros(SHAPE))
 
     run_ranks(2, run)

@@ -89,7 +89,9 @@ def test_an_option_that_differs_is_an_error_on_all(name: str, value: Any) -> Non
     def check(communicator: ThreadCommunicator) -> None:
         options: Any = {name: value} if communicator.rank else {}
         link = MultiNodeBatchNormalization(3, communicator, **options)
-        with pytest.raises(ValueError, match=rf"differently: .* rank\(s\) \[1\] in {name}={value}"):
+        with pytest.raises(
+            ValueError, match=rf"differently: .* rank\(s\) \[1\] with {name}={value}"
+        ):
             link(np.ones((2, 3), "f"))
 
     run_ranks(2, check)

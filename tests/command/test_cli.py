@@ -174,3 +174,28 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
     names.write_text("{")
     assert cli.main(convert) == 2
     assert capsys.readouterr().err.startswith("multibn convert: Expecting property name")
+
+
+def test_without_torch_the_errors_say_what_to_install(tmp_path: Path) -> None:
+    """In a Python that finds NumPy and no torch."""
+    for package in ("numpy", "numpy.libs", "array_api_compat"):
+        found = Path(np.__file__).parents[1] / package
+        if found.exists():
+            (tmp_path / package).symlink_to(found)
+    np.savez(tmp_path / "a.npz", W=np.ones((2, 2)))
+
+    def said(*arguments: str) -> str:
+        variables = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        ran = subprocess.run(
+            [sys.executable, "-S", *arguments],
+            capture_output=True, text=True, timeout=100, cwd=tmp_path, env=variables,
+        )  # fmt: skip
+        assert ran.returncode
+        return ran.stderr
+
+    message = (
+        "multibn.torch needs torch 2.10 or later: no torch is installed. Run pip install torch"
+    )
+    assert message in said("-c", "import multibn.torch")
+    message = "multibn convert: No module named 'torch'. Run pip install torch, or choose a file of"
+    assert message in said("-m", "multibn", "convert", "a.npz", "a.pt")

@@ -16,10 +16,10 @@ from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import channel as _channel
 from multibn.communicators.watchdog import PATIENCE
 from tests.communicators import conformance
+from tests.communicators.phases import Phase
 from tests.communicators.transports import standin_cupy
 from tests.harness.runs import on, only
 from tests.helpers import require
-from tests.helpers.phases import Phase
 
 RUNS = on("torchrun mpiexec", 1, 2, 3, 4)
 

@@ -166,6 +166,6 @@ def check_an_option_of_one_call_is_an_error_on_all(world: Communicator) -> None:
             torch_backend.sync_batch_norm(x, process_group=world)
             torch_backend.sync_batch_norm(x, process_group=world, **{name: value})
             options = {name: value} if world.rank == 1 else {}
-            message = rf"\[1\] in {name}={value}. Build the same model"
+            message = rf"\[1\] with {name}={value}. Build the same model"
             with pytest.raises(ValueError, match=message):
                 torch_backend.sync_batch_norm(x, process_group=world, **options)

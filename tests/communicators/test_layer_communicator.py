@@ -18,9 +18,9 @@ from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.consistency import check_equal
 from multibn.engine.statistics import Moments, aggregate
+from tests.communicators.phases import Phase
 from tests.communicators.transports import standin_cupy
 from tests.helpers import require
-from tests.helpers.phases import Phase
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
@@ -74,8 +74,8 @@ def test_unlike_channels_are_named_before_messages_of_unlike_sizes(ones: Any) ->
     for error in _errors(2, work):
         assert isinstance(error, ValueError)
         assert str(error) == (
-            "the ranks have built layer 0 differently: rank(s) [0] in 3 channels; rank(s) [1] in 4 "
-            "channels. Build the same model on all ranks."
+            "the ranks have built layer 0 differently: rank(s) [0] with 3 channels; rank(s) [1] "
+            "with 4 channels. Build the same model on all ranks."
         )
 
 

@@ -1,5 +1,9 @@
 """`multibn parity` as a user runs it, on one and two ranks and a few cases."""
 
+import os
+import re
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -74,3 +78,27 @@ def test_a_misspelt_pair_is_an_error_before_any_launch(
     assert said.out == ""
     assert said.err.startswith("multibn parity: --model must be MODULE:FUNCTION, found from this f")
     assert said.err.endswith(f": got {model!r} ({why}).\n")
+
+
+def test_a_terminal_has_a_bar_below_the_rows() -> None:
+    """On a pseudo-terminal; elsewhere lines on stderr tell which launch runs."""
+    require.need("cli")
+    import pty
+
+    script = (
+        "from multibn.parity import command\n"
+        "with command._progress(2) as tell:\n"
+        "    for number in range(2):\n"
+        "        tell(number)\n"
+        "        print('row', number)\n"
+    )
+    master, slave = pty.openpty()
+    run = partial(subprocess.run, [sys.executable, "-c", script], check=True, timeout=60)
+    run(stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"})
+    os.close(slave)
+    shown = os.read(master, 100_000).decode()
+    assert "launches of ranks" in shown
+    assert re.search("row 0.*row 1", shown, re.DOTALL)
+    plain = run(capture_output=True, text=True)
+    assert plain.stdout == "row 0\nrow 1\n"
+    assert re.fullmatch("launch 1 of 2, after 0 s\nlaunch 2 of 2, after 0 s\n", plain.stderr)

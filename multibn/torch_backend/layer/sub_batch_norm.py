@@ -108,7 +108,9 @@ class _SubBatchNorm(SyncNormBase):
                 where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
                 raise ValueError(
                     f"`num_splits` must divide the batch size: got {num_splits} splits for a batch "
-                    f"of {input.shape[0]}{where}. Drop the last batch, or pass other `num_splits`."
+                    f"of {input.shape[0]}{where}. Drop the last batch, pass other "
+                    "`num_splits`, or convert a plain model by `convert_sub_batchnorm`, which "
+                    "takes a batch of any size."
                 )
         except (TypeError, ValueError) as error:
             functional.refuse(error, input, num_splits * self.num_features, communicator)

@@ -197,7 +197,8 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("device", {"mask": torch.ones(4, L, device="meta").bool()}, ValueError,
      "`mask` must be on the device of the input, cpu: got meta"),
     ("type", {"mask": np.ones((4, L), bool)}, TypeError, "`mask` must be a Tensor.*: got ndarray"),
-    ("list", {"lengths": [1, 2, 3, 4]}, TypeError, "`lengths` must be a Tensor.*: got list"),
+    ("list", {"lengths": [1, 2, 3, 4]}, TypeError,
+     "`lengths` must be a Tensor.*: got list. Make it one, by torch.asarray"),
     ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
      "`lengths` must be from 0 to 7, the length of an input .*: got 8 for sample 1. Transpose"),
     ("negative", {"lengths": torch.tensor([1, 7, -1, 1])}, ValueError, "got -1 for sample 2"),
@@ -206,7 +207,8 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("sparse lengths", {"lengths": torch.ones(4).long().to_sparse()}, TypeError,
      "`lengths` must be a dense tensor: got layout torch.sparse_coo"),
     ("number", {"lengths": torch.ones(3).long()}, ValueError, r"shape \(4,\), .* got \(3,\)"),
-    ("real", {"lengths": torch.ones(4)}, TypeError, "must be integers: got dtype torch.float32"),
+    ("real", {"lengths": torch.ones(4)}, TypeError,
+     "must be integers: got dtype torch.float32. Of lengths relative to L, pass round"),
 ]  # fmt: skip
 
 
