@@ -87,5 +87,5 @@ def differ(
     ours: str, others: str, subject: str = "the ranks are in different places: ", end: str = ""
 ) -> str:
     """A pattern: the ranks 0 and 2 are in one, and rank 1 in another."""
-    word = "in" if "places" in subject else "with"
+    word = "with" if "differently" in subject or "version" in subject else "in"
     return rf"{subject}rank\(s\) \[0, 2\] {word} {ours}; rank\(s\) \[1\] {word} {others}{end}"
