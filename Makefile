@@ -89,7 +89,7 @@ evidence: $(VENV)/evidence  ## when it matters who shares statistics: evidence/R
 bench: $(VENV)/installed  ## what a layer, a network and a message cost beside their peers: benchmarks/results
 	$(BIN)/python -m benchmarks
 
-gpu:  ## the GPU path, checked and timed in three slots of ten minutes by this machine's own Python: SLOT, OUT
+gpu:  ## the GPU path, checked and timed in four slots of ten minutes by this machine's own Python: SLOT, OUT
 	$(OWN_PYTHON) -m benchmarks.gpu $(addprefix --slot ,$(SLOT)) --output $(or $(OUT),out/gpu)
 
 fuzz: $(VENV)/installed  #: 10,000 layer calls in each framework, a quarter of them masked, 200 sets of equal models, 2,000 spoiled files

@@ -1,6 +1,7 @@
 """The parts that measure: each is a generator of rows of microseconds.
 
-`python -m benchmarks.gpu.times PART FILE` appends the rows of a part to a file of JSON lines.
+`python -m benchmarks.gpu.times PART FILE` appends the rows of a part to a file of JSON lines; as a
+rank of torchrun, those of rank 0.
 
 nn.SyncBatchNorm falls back to the local batch norm on one rank. So the peer calls the autograd
 function of nn.SyncBatchNorm, as nn.SyncBatchNorm does on several ranks; and multibn's layer takes
@@ -22,13 +23,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.gpu.command import LOCAL, OURS, PEER
-from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
+from benchmarks.gpu.command import LOCAL, NETWORK, OURS, PEER
+from benchmarks.gpu.device import (
+    DEVICE,
+    STAND_INS,
+    Equal,
+    captured,
+    gpu_microseconds,
+    sized,
+    synchronize,
+)
 from benchmarks.gpu.right import enter_nccl
 from benchmarks.layer import memory_format
-from multibn import SingleProcess
+from multibn import Communicator, SingleProcess, wire
 from multibn.check.network import BLOCKS, resnet50
-from multibn.check.timing import Step, median_ms, take_turns, training_step
+from multibn.check.timing import Step, median_ms, message_steps, take_turns, training_step
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.kernels import cuda
 from multibn.parity.launch import leave_world
@@ -43,6 +52,7 @@ SHAPES: list[tuple[int, ...]] = sized(
 )  # fmt: skip
 SWEPT = sized([(64, 256, 56, 56), (64, 512, 28, 28), (64, 256, 14, 14)], [(2, 3, 4, 5)])
 SMALL = sized((8, 64, 28, 28), (2, 3, 4, 5))
+SLOWER = sized((32, 256, 14, 14), (2, 3, 4, 5))  # than nn.SyncBatchNorm, in bfloat16 and NCHW
 DTYPES = sized((torch.float32, torch.bfloat16), (torch.float32,))
 FILLS = 50e6  # elements from which a size counts as one that fills the chip
 CHAIN = sized(20, 2)
@@ -140,22 +150,64 @@ def sweep() -> Iterator[Row]:
 
 
 def profile() -> Iterator[Row]:
-    """What one layer called several times in a row launches and asks of the driver, by torch."""
-    x, dy = _data(SMALL, DTYPES[0], "NCHW")
-    step = training_step(nn.Sequential(*CHAIN * [_layers(SMALL[1])[OURS]]), x, dy)
-    for _ in range(3):
-        step()
-    synchronize()
-    with torch.profiler.profile() as profiler:
-        step()
+    """What a layer called several times in a row launches and asks of the driver, by torch.
+
+    At the size at which the layer is slower than the peer, and as the peer does there.
+    """
+    small = SMALL, DTYPES[0], "NCHW", OURS
+    slower = product([SLOWER], DTYPES, ("NCHW", "channels_last"), (OURS, PEER))
+    for shape, dtype, layout, name in (small, *slower):
+        x, dy = _data(shape, dtype, layout)
+        step = training_step(nn.Sequential(*CHAIN * [_layers(shape[1])[name]]), x, dy)
+        for _ in range(3):
+            step()
         synchronize()
-    for event in profiler.key_averages():
-        taken = event.device_time_total or event.self_cpu_time_total
-        yield {"setting": f"profile: {event.count} times {event.key[:60]}", "us": taken}
+        with torch.profiler.profile() as profiler:
+            step()
+            synchronize()
+        for event in profiler.key_averages():
+            taken = event.device_time_total or event.self_cpu_time_total
+            what = f"{name} {shape} {dtype} {layout}, {event.count} times {event.key[:60]}"
+            yield {"setting": f"profile: {what}", "us": taken}
+
+
+def messages() -> Iterator[Row]:
+    """Host time of a message: of the sum by the group alone, and of a layer's with all checks."""
+    for C in sized((64, 2048), (3,)):
+        numbers = torch.zeros(wire.length(C), dtype=torch.float64, device=DEVICE)
+        sums = partial(_repeat, partial(TorchDistributed().allreduce_in_place, numbers))
+        checked, _ = message_steps(_communicator(), C, repeat=CHAIN, on_gpu=not STAND_INS)
+        for what, us in _in_turns({"group.allreduce": sums, "a layer's message": checked}).items():
+            yield {"setting": f"host: {what} of {len(numbers)} numbers", "us": us / CHAIN}
+
+
+def _repeat(step: Step) -> None:
+    for _ in range(CHAIN):
+        step()
 
 
 def network() -> Iterator[Row]:
     """A training step of a network like ResNet-50, with autocast to bfloat16."""
+    yield _network(NETWORK)
+
+
+def captured_network() -> Iterator[Row]:
+    """The same step, replayed from a CUDA graph."""
+    yield _network(f"{NETWORK}, captured", capture=captured)
+
+
+def compiled_network() -> Iterator[Row]:
+    """The same step of compiled networks; the peer's runs as it is."""
+    for mode in ("default", "reduce-overhead"):
+        torch.compiler.reset()
+        options: Any = sized({"mode": mode}, {"backend": "eager"})
+        yield _network(f"{NETWORK}, torch.compile, {mode}", partial(torch.compile, **options))
+
+
+def _network(
+    what: str, make: Callable[..., Any] | None = None, capture: Callable[..., Any] = lambda f: f
+) -> Row:
+    """Times of a step; `make` makes of a model what is called, `capture` of a step what is run."""
     blocks = sized(BLOCKS, (1,))
     ours, peer, local = (resnet50(blocks) for _ in range(3))
     ours = convert_sync_batchnorm(ours, _communicator())
@@ -168,26 +220,25 @@ def network() -> Iterator[Row]:
     x = torch.randn(*IMAGES, device=DEVICE).contiguous(memory_format=torch.channels_last)
     labels = torch.arange(len(x), device=DEVICE)
 
-    def step(model: nn.Module) -> Callable[[], object]:
-        def run() -> None:
-            model.zero_grad()
-            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=not STAND_INS):
-                loss = F.cross_entropy(model(x), labels)
-            loss.backward()
-            synchronize()
+    def step(model: nn.Module, call: Callable[..., Any]) -> None:
+        model.zero_grad()
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=not STAND_INS):
+            loss = F.cross_entropy(call(x), labels)
+        loss.backward()
 
-        return run
-
-    for model in models.values():
+    steps = {}
+    for name, model in models.items():
         model.to(DEVICE, memory_format=torch.channels_last)
-    steps = {name: step(model) for name, model in models.items()}
-    taken = _in_turns(steps)
-    what = "ResNet-50, a training step"
-    yield _timed(what, IMAGES, "bfloat16 (autocast)", "channels_last", taken)
+        call = model if make is None or name == PEER else make(model)
+        steps[name] = capture(partial(step, model, call))
+    taken = _in_turns(steps, finish=synchronize)
+    _free()
+    return _timed(what, IMAGES, "bfloat16 (autocast)", "channels_last", taken)
 
 
-def _communicator() -> Equal:
-    return Equal(TorchDistributed())
+def _communicator() -> Communicator:
+    """The ranks that there are, or what stands for two of them."""
+    return Equal(TorchDistributed()) if dist.get_world_size() == 1 else TorchDistributed()
 
 
 def _layers(num_channels: int) -> Mapping[str, nn.Module]:
@@ -214,13 +265,14 @@ def _timed(
     return {
         "time": time, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."),
         "layout": layout,
-        "microseconds": taken, "fills": math.prod(shape) >= FILLS,
+        "microseconds": taken, "fills": math.prod(shape) >= FILLS, "gpus": dist.get_world_size(),
     }  # fmt: skip
 
 
-def _in_turns(steps: Mapping[str, Step]) -> dict[str, float]:
+def _in_turns(steps: Mapping[str, Step], **options: Step) -> dict[str, float]:
     """Microseconds of each step, which begins when the GPU is done with the one before."""
-    taken = take_turns(steps, SingleProcess(), seconds=sized(20.0, 0.0), wait=synchronize)
+    ranks = SingleProcess() if dist.get_world_size() == 1 else TorchDistributed()
+    taken = take_turns(steps, ranks, seconds=sized(20.0, 0.0), wait=synchronize, **options)
     return {name: 1e3 * median_ms(times) for name, times in taken.items()}
 
 
@@ -238,12 +290,14 @@ def _free() -> None:
 
 
 def main(name: str, path: str) -> None:
-    parts = (network, layers, host, compiled_layers, profile, sweep)
+    parts = (network, captured_network, messages, layers, host, compiled_network, compiled_layers,
+             profile, sweep)  # fmt: skip
     enter_nccl()
     with Path(path).open("a", buffering=1) as file:
         for row in {part.__name__: part for part in parts}[name]():
-            print(row, flush=True)
-            file.write(json.dumps(row) + "\n")
+            if dist.get_rank() == 0:
+                print(row, flush=True)
+                file.write(json.dumps(row) + "\n")
     leave_world()
 
 

@@ -104,7 +104,23 @@ def test_what_is_missing_is_said_at_once(
 
 def test_each_slot_begins_with_what_matters_most() -> None:
     firsts = {part.slot: name for name, part in reversed(command.PARTS.items())}
-    assert firsts == {"right": "numbers", "fast": "network", "why": "profile"}
+    right = {"right": "modes", "fast": "network", "compiled": "compiled_network", "why": "profile"}
+    assert firsts == right
+
+
+def test_networks_and_messages_use_all_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here two ranks over gloo, of which one writes the rows."""
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    part = command.run("messages", 300, tmp_path, stand_ins=True)
+    assert part["passed"], (tmp_path / "messages.txt").read_text()
+    assert [row["setting"].partition(" of ")[0] for row in part["rows"]] == [
+        "host: group.allreduce", "host: a layer's message",
+    ]  # fmt: skip
+    asked = {name: "--nproc-per-node=2" in command.command_of(name, tmp_path, stand_ins=False)
+             for name in command.PARTS}  # fmt: skip
+    assert asked == {name: part.on_all for name, part in command.PARTS.items()}
 
 
 def test_the_stand_in_for_a_second_rank_costs_one_launch() -> None:
@@ -143,7 +159,8 @@ def test_goals_are_of_what_was_measured() -> None:
     def row(
         time: str, ours: float, peer: float, passes: float = 0, **others: Any
     ) -> dict[str, Any]:
-        taken = {"multibn": ours, "nn.SyncBatchNorm": peer, "eight passes": passes}
+        taken = {"multibn": ours, "nn.SyncBatchNorm": peer, "nn.BatchNorm": 20.0,
+                 "eight passes": passes}  # fmt: skip
         return {"time": time, "microseconds": taken, **others}
 
     layer = "a layer's step on the GPU"
@@ -151,6 +168,9 @@ def test_goals_are_of_what_was_measured() -> None:
         row(layer, 60.0, 100.0, 50.0, fills=True),
         row(layer, 90.0, 100.0, 1.0, fills=False),
         row("host, a chain", 140.0, 100.0),
+        row("ResNet-50, a training step", 30.0, 40.0),
+        row("ResNet-50, a training step, captured", 22.0, 10.0),
+        row("ResNet-50, a training step, torch.compile, default", 21.0, 10.0),
     ]
     results: dict[str, Any] = {"stand_ins": False, "parts": [{"rows": rows}]}
     found = {what.partition(",")[0]: (value, most) for what, value, most in command.goals(results)}
@@ -158,6 +178,8 @@ def test_goals_are_of_what_was_measured() -> None:
         "GPU time / nn.SyncBatchNorm's": (pytest.approx(0.54**0.5), 0.8),
         "GPU time / eight passes at a copy's speed": (1.2, 1.25),
         "host time / nn.SyncBatchNorm's": (1.4, 1.3),
+        "ResNet-50's step / with nn.SyncBatchNorm": (0.75, 0.75),
+        "ResNet-50's step": (1.1, 1.1),
     }
     assert command.goals({**results, "stand_ins": True}) == []
 
@@ -176,7 +198,7 @@ def test_the_page_has_the_times_that_are_committed() -> None:
             added.append(row["microseconds"]["multibn"] - eager[setting])
         elif row["time"].startswith("host"):
             host.append(of_peer)
-        else:
+        elif row["time"] == command.NETWORK:
             network = [f"{us / 1e3:.0f} ms" for us in row["microseconds"].values()]
     for shape, (nchw, last, nchw16, last16) in layers.items():
         ratios = (f"{ratio:.2f}" for ratio in (nchw, nchw16, last, last16))
