@@ -107,24 +107,26 @@ def begin_forward(
 
 
 def finish_forward(
-    args: NormArgs, summed: Array, rank_weight: float, count: float
+    args: NormArgs, summed: Array, rank_weight: float, count: float, *, coefficients: bool = False
 ) -> tuple[Array, BatchStatistics, int]:
     """As `reference.finish_forward`."""
     library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
     per_channel, number = _templates(library.numbers, args.x.shape, args.axis)
-    y = new(args.x)
+    y = None if coefficients else new(args.x)
     batch = BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
     taken, state = args, _core.finish_forward(args, batch, y, *message)
-    if state is None:
+    if state is None and not coefficients:
         taken, state = _with_copies(_core.finish_forward, args, batch, y, *message)
     if state is None:
-        return reference.finish_forward(args, *message)
+        return reference.finish_forward(args, *message, coefficients=coefficients)
     running = args.running
     if taken.running is not None:
         library.changed(running.mean, running.var, running.num_batches)
     elif running is not None and state == OK:
         update_running(running, *batch[:3], count)
+    if coefficients:
+        y = reference.normalize(args, batch, coefficients=True)
     return y, batch, state
 
 
@@ -144,11 +146,11 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
 
 
 def finish_backward(
-    g: Gradient, summed: Array, taken: Gradient | None = None
+    g: Gradient, summed: Array, taken: Gradient | None = None, *, coefficients: bool = False
 ) -> tuple[Array, Array | None]:
     """As `reference.finish_backward`."""
-    if taken is None:
-        return reference.finish_backward(g, summed)
+    if taken is None or coefficients:
+        return reference.finish_backward(g, summed, coefficients=coefficients)
     new = _library(type(taken.input.x)).empty_like
     dx = new(taken.input.x)
     dresidual = None if g.y is None else new(dx)
@@ -169,8 +171,10 @@ def parameter_gradients(
     )
 
 
-def normalize(args: NormArgs, batch: BatchStatistics) -> Array:
+def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
     """As `reference.normalize`."""
+    if coefficients:
+        return reference.normalize(args, batch, coefficients=True)
     y = _library(type(args.x)).empty_like(args.x)
     done = _core.normalize(args, batch, y)
     if done is None:

@@ -85,34 +85,12 @@ def begin_forward(
 
 
 def finish_forward(
-    args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
+    args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /, *, coefficients: bool = False
 ) -> tuple[Tensor, BatchStatistics, int]:
-    """As `reference.finish_forward`; two launches, four for a cumulative average."""
-    found = _finish(args, summed, rank_weight, count)
-    if found is None:
-        return reference.finish_forward(args, summed, rank_weight, count)
-    plan, coefficients, batch, state = found
-    return _normalize(plan, args, coefficients), batch, state
+    """As `reference.finish_forward`; two launches, four for a cumulative average.
 
-
-def finish_in_coefficients(
-    args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
-) -> tuple[Tensor, BatchStatistics, int] | None:
-    """As `finish_forward`, but for the output, whose `reference.output_coefficients` it returns.
-
-    They are one tensor, from one launch. None where the kernels cannot compute.
+    One less with `coefficients`.
     """
-    found = _finish(args, summed, rank_weight, count)
-    if found is None:
-        return None
-    plan, coefficients, batch, state = found
-    return coefficients[:3].view(3, *plan.shape), batch, state
-
-
-def _finish(
-    args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /
-) -> "tuple[_Plan, Tensor, BatchStatistics, int] | None":
-    """The plan, the coefficients of the passes, the statistics, and the state of a message."""
     plan, weight, bias, running = _plan(args), args.weight, args.bias, args.running
     if (
         plan is None
@@ -120,22 +98,23 @@ def _finish(
         or not fit(plan.device, plan.shape, (), (weight, bias))
         or not (running is None or movable(running, plan))
     ):
-        return None
+        return reference.finish_forward(args, summed, rank_weight, count, coefficients=coefficients)
     is_many = isinstance(count, float) and count > 1.0
     state = OK if summed.is_cuda and is_many else reference.state(summed, count)
     moved = running if state == OK else None
     shape, C, new = plan.shape, plan.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
-    coefficients = new((5, C), dtype=plan.dtype)
+    found = new((5, C), dtype=plan.dtype)
     arrays, how, programs, constants, key = _moved(moved, count, C)
     numbers = number(rank_weight), number(count), number(args.eps), *how, C
-    arguments = summed, *batch, weight, bias, coefficients, *arrays, *numbers
+    arguments = summed, *batch, weight, bias, found, *arrays, *numbers
     key = isinstance(count, Tensor), plan.dtype, *key
     key = weight is None or weight.dtype, bias is None or bias.dtype, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     if constants["CUMULATIVE"]:  # only now: all programs have read the counter
         arrays[2].add_(batch.count > 0)
-    return plan, coefficients, batch, state
+    y = _first_three(plan, found) if coefficients else _normalize(plan, args, found)
+    return y, batch, state
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
@@ -177,49 +156,46 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 
 
 def finish_backward(
-    g: Gradient, summed: Tensor, begun: Any = None, /
+    g: Gradient, summed: Tensor, begun: Any = None, /, *, coefficients: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """As `reference.finish_backward`; one launch. `begun` comes from `begin_backward`."""
     x, numbers = g.input.x, (2 * g.batch.mean.numel(),)
     if begun is None or not fit(x.device, numbers, (summed,)):
-        return reference.finish_backward(g, summed)
+        return reference.finish_backward(g, summed, coefficients=coefficients)
     factor = number(g.batch.element_weight)
-    plan, inputs, key, coefficients = begun
+    plan, inputs, key, of_output = begun
+    if coefficients:
+        weight, found = g.input.weight, summed.new_empty((4, *plan.shape), dtype=plan.dtype)
+        arguments = summed, *g.batch[:2], weight, factor, found, number(g.input.eps), plan.channels
+        key = "gradient", weight is None or weight.dtype, isinstance(factor, Tensor), plan.dtype
+        programs = -(-plan.channels // _BLOCK)
+        launch(steps.gradient_coefficients, programs, arguments, _STEP, key, _known)
+        return found, None
     programs, sizes, _, constants, known = plan.elementwise[g.input.relu]
     dx = torch.empty_like(x)
     dresidual = None if g.y is None else torch.empty_like(x)
-    arguments = *inputs, coefficients, dx, dresidual, summed, factor, *sizes
+    arguments = *inputs, of_output, dx, dresidual, summed, factor, *sizes
     key = key and (*key, "gradient", g.y is None, isinstance(factor, Tensor))
     launch(passes.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
 
-def gradient_in_coefficients(g: Gradient, summed: Tensor, begun: Any = None, /) -> Tensor | None:
-    """As `reference.gradient_coefficients`, in one tensor, from one launch.
+def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool = False) -> Tensor:
+    """As `reference.normalize`; two launches. The output is rounded once, to the dtype of `x`.
 
-    None where the kernels cannot compute.
+    One launch with `coefficients`.
     """
-    numbers = (2 * g.batch.mean.numel(),)
-    if begun is None or not fit(g.input.x.device, numbers, (summed,)):
-        return None
-    plan, (mean, var, _, element_weight), weight = begun[0], g.batch, g.input.weight
-    coefficients = summed.new_empty((4, *plan.shape), dtype=plan.dtype)
-    factor = number(element_weight)
-    arguments = summed, mean, var, weight, factor, coefficients, number(g.input.eps), plan.channels
-    key = "gradient", weight is None or weight.dtype, isinstance(factor, Tensor), plan.dtype
-    programs = -(-plan.channels // _BLOCK)
-    launch(steps.gradient_coefficients, programs, arguments, _STEP, key, _known)
-    return coefficients
-
-
-def normalize(args: NormArgs, batch: BatchStatistics, /) -> Tensor:
-    """As `reference.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
     plan, about = _plan(args), (batch.mean, batch.var)
     parameters = args.weight, args.bias
     if plan is None or not fit(plan.device, plan.shape, about, parameters):
-        return reference.normalize(args, batch)
-    coefficients = coefficients_of(*about, *parameters, args.eps, plan.dtype)
-    return _normalize(plan, args, coefficients)
+        return reference.normalize(args, batch, coefficients=coefficients)
+    found = coefficients_of(*about, *parameters, args.eps, plan.dtype)
+    return _first_three(plan, found) if coefficients else _normalize(plan, args, found)
+
+
+def _first_three(plan: "_Plan", coefficients: Tensor) -> Tensor:
+    """Those of `reference.output_coefficients`."""
+    return coefficients[:3].view(3, *plan.shape)
 
 
 def _normalize(plan: "_Plan", args: NormArgs, coefficients: Tensor) -> Tensor:

@@ -68,24 +68,36 @@ def begin_forward(
 
 
 def finish_forward(
-    args: NormArgs, summed: Array, rank_weight: float | Array, count: float | Array, /
+    args: NormArgs,
+    summed: Array,
+    rank_weight: float | Array,
+    count: float | Array,
+    /,
+    *,
+    coefficients: bool = False,
 ) -> tuple[Array, BatchStatistics, int]:
     """Normalize by the sum of all ranks' payloads, and move the running statistics.
 
     Returns the output, the statistics of the whole batch, and `OK`, or what is wrong with the
     message: the running statistics then stay as they are, and the output may be anything. `summed`
-    is on the device of `x` or in host memory, and is not kept: the memory may be the line's.
+    is on the device of `x` or in host memory, and is not kept: the memory may be the line's. With
+    `coefficients`, the output is left to the caller, as in `normalize`.
     """
     batch, state = _unpack(args, summed, rank_weight, count)
-    y = normalize(args, batch)
+    y = normalize(args, batch, coefficients=coefficients)
     if args.running is not None and state == OK:
         update_running(args.running, *batch[:3], count)
     return y, batch, state
 
 
-def normalize(args: NormArgs, batch: BatchStatistics, /) -> Array:
-    """The output by known statistics, in the dtype of `x`. No running statistics are moved."""
-    return finish(args, output_coefficients(args, batch))
+def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool = False) -> Array:
+    """The output by known statistics, in the dtype of `x`. No running statistics are moved.
+
+    With `coefficients`, these take the place of the output: one new array, of which each row is one
+    of the `output_coefficients`.
+    """
+    found = output_coefficients(args, batch)
+    return array_namespace(found[0]).stack(found) if coefficients else finish(args, found)
 
 
 def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | None, Array | None]:
@@ -109,13 +121,18 @@ def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | N
     return _written(payload, out), *parameter_gradients(payload, g)
 
 
-def finish_backward(g: Gradient, summed: Array, /) -> tuple[Array, Array | None]:
+def finish_backward(
+    g: Gradient, summed: Array, /, *, coefficients: bool = False
+) -> tuple[Array, Array | None]:
     """The gradients of `x` and, if `y` is passed, of the residual before the ReLU.
 
-    `summed` is the sum of all ranks' payloads, as in `finish_forward`.
+    `summed` is the sum of all ranks' payloads, as in `finish_forward`. With `coefficients`, the
+    `gradient_coefficients` take the place of the first, as in `normalize`, and there is no second.
     """
-    dx = finish_gradient(g, gradient_coefficients(g, summed))
-    return dx, None if g.y is None else residual_gradient(g)
+    found = gradient_coefficients(g, summed)
+    if coefficients:
+        return array_namespace(found[0]).stack(found), None
+    return finish_gradient(g, found), None if g.y is None else residual_gradient(g)
 
 
 def residual_gradient(g: Gradient, /) -> Array:

@@ -123,7 +123,7 @@ def test_the_operators_of_compiled_code_return_the_kernels_coefficients(
         monkeypatch.setattr(compiled, "select", lambda x, chosen=chosen: chosen)
         launched.clear()
         sums = compiled._forward_sums(*args, C, id(communicator), "element", True)
-        batch = compiled._statistics(sums[1], (C,))
+        batch = compiled._statistics(*sums)
         found.append([*sums, *compiled._backward_sums(dy, *args, *batch, True, id(communicator))])
         assert len(launched) == (6 + relu) * (chosen is cuda)
     for ours, right in zip(*found, strict=True):

@@ -125,6 +125,8 @@ FUNCTION(begin_backward, 4)
 static int normalize(Call *a, double *memory)
 {
     Pass *p = &a->pass;
+    if (!p->out) /* only the statistics are asked for */
+        return OK;
     p->scale = memory;
     p->shift = memory + p->C;
     output_coefficients(&a->statistics, p->C, memory, memory + p->C);
@@ -137,7 +139,7 @@ static void read_pass(Call *a, PyObject *const *args, int written)
     a->pass.y = take_like(a, get_field(a, args[0], Input_residual), &a->x.a, OPTIONAL);
     a->pass.kind = kind_of(a, args[0]);
     read_statistics(a, args[0], args[1], written);
-    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN);
+    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | (written ? OPTIONAL : 0));
 }
 
 /* An Input, BatchStatistics, y. */
@@ -158,7 +160,7 @@ static int finish_forward(Call *a, double *memory)
     return normalize(a, memory); /* 0, which is OK */
 }
 
-/* An Input, BatchStatistics, y, the sum of all messages, and as `begin_forward` weight and count. */
+/* An Input, BatchStatistics, y or None, the sum of all messages, and as `begin_forward` weight and count. */
 static void read_finish_forward(Call *a, PyObject *const *args)
 {
     read_pass(a, args, WRITTEN);

@@ -8,7 +8,7 @@ An operator takes only tensors, numbers and strings, so a communicator is passed
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,14 +23,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
-from multibn.engine import plan, recompute
-from multibn.engine.plan import Gradient, NormArgs
+from multibn.communicators.layer_communicator import LayerCommunicator
+from multibn.engine import recompute
+from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference, select
 from multibn.kernels.layout import channels
 from multibn.torch_backend.layer import autograd, dtensors, functional
-from multibn.torch_backend.layer.autograd import without_autocast
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -72,9 +72,8 @@ def forward(
             "the model after revert_sync_batchnorm."
         )
     arguments: Any = args, num_channels, communicator
-    if compiling and dtensors.among(
-        (args.x, args.weight, args.bias)
-    ):  # no operator takes these and plain tensors
+    # No operator takes these and plain tensors.
+    if compiling and dtensors.among((args.x, args.weight, args.bias)):
         torch._dynamo.graph_break(
             msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
             "Call torch.compile without fullgraph=True."
@@ -89,19 +88,16 @@ def forward(
             functional.check_options(args)
         except ValueError as error:  # of a layer with data, whose other ranks may have some
             functional.refuse(error, args.x, num_channels, communicator)
-    y, *numbers = torch.ops.multibn.forward(
-        *_spread(args), num_channels, id(communicator), weighting
-    )
+    sharing = num_channels, id(communicator), weighting
+    y, *numbers = torch.ops.multibn.forward(*_spread(args), *sharing)
     batch = BatchStatistics(*numbers)
-    count: Any = (
-        args.x.numel() // max(batch.mean.numel(), 1) if args.mask is None else args.mask.sum()
-    )
+    of_all = args.x.numel() // max(batch.mean.numel(), 1)
+    count: Any = of_all if args.mask is None else args.mask.sum()
     if isinstance(args.running, StepAccumulator):
         args.running.add(batch, local_count=count)
     elif args.running is not None:
-        torch.ops.multibn.update_running(
-            *args.running, *batch[:3], torch.ones_like(batch.count) * count
-        )
+        local_count = torch.ones_like(batch.count) * count
+        torch.ops.multibn.update_running(*args.running, *batch[:3], local_count)
     return y, batch
 
 
@@ -161,81 +157,66 @@ def _spread(args: NormArgs) -> list[Any]:
 def _up_to_elements(x: Tensor) -> Any:
     """The kernels for `x`, but for the passes that write: coefficients take their place."""
     kernels = select(x)
-    # A GPU's kernels have these, which return None for what they cannot compute.
-    finish = getattr(kernels, "finish_in_coefficients", lambda *_: None)
-    gradient = getattr(kernels, "gradient_in_coefficients", lambda *_: None)
-
-    def finish_forward(args: NormArgs, *summed: Any) -> Any:
-        found = finish(args, *summed)
-        if found is not None:
-            return found
-        # Of a single sample: the kernels normalize, too.
-        sample = x.new_zeros([1 if k in args.axis else n for k, n in enumerate(x.shape)])
-        _, batch, state = kernels.finish_forward(args._replace(x=sample, mask=None), *summed)
-        return reference.output_coefficients(args, batch), batch, state
-
-    def finish_backward(g: Gradient, summed: Any, *begun: Any) -> Any:
-        found = gradient(g, summed, *begun)
-        return reference.gradient_coefficients(g, summed) if found is None else found, None
-
     return SimpleNamespace(
         begin_forward=kernels.begin_forward,
-        finish_forward=finish_forward,
-        normalize=reference.output_coefficients,
+        finish_forward=partial(kernels.finish_forward, coefficients=True),
+        normalize=partial(kernels.normalize, coefficients=True),
         begin_backward=kernels.begin_backward,
-        finish_backward=finish_backward,
+        finish_backward=partial(kernels.finish_backward, coefficients=True),
     )
 
 
-def _coefficients_like(x: Tensor, shape: Any, count: int) -> Tensor:
+def _plan(args: NormArgs, sharing: Any, weighting: Weighting, needed: bool, check: Any) -> Plan:
+    """The plan of a layer for such inputs; `check` looks at the first of them, or is None."""
+    key = autograd.guard(args, weighting), args.axis, args.mask is None, needed
+    plan: Plan | None = getattr(sharing, "plans", {}).get(key)
+    if plan is None:
+        if check is not None:
+            check(run=lambda *_, **__: None)
+        options: Any = {"weighting": weighting, "needs_gradient": needed}
+        plan = Plan(args, sharing, verbs=_up_to_elements(args.x), **options)
+        if key[0] is not None and isinstance(sharing, LayerCommunicator):
+            sharing.keep(key, plan)
+    return plan
+
+
+def _coefficients_like(x: Tensor, shape: Sequence[int], count: int) -> Tensor:
     # The operator will refuse integers.
-    dtype = reference.arithmetic_dtype(torch, x.dtype) if x.dtype.is_floating_point else None
-    return x.new_empty((count, *shape), dtype=dtype or torch.float64)
-
-
-def _in_one(coefficients: Any) -> Tensor:
-    """Coefficients as an operator returns them: in memory of their own."""
-    return coefficients if isinstance(coefficients, Tensor) else torch.stack([*coefficients])
+    dtype = reference.arithmetic_dtype(torch, x.dtype) if x.is_floating_point() else torch.float64
+    return x.new_empty((count, *shape), dtype=dtype)
 
 
 def _forward_sums_like(*arguments: Any) -> list[Tensor]:
     args, num_channels, *_ = _gather(*arguments)
-    shape = (
-        num_channels,
-        *channels(args.x.shape, args.axis)[1:],
-    )  # of the layer, if `x` does not fit
+    shape = num_channels, *channels(args.x.shape, args.axis)[1:]  # the input may not fit
     numbers = args.x.new_empty(2 * math.prod(shape) + 2, dtype=torch.float64)
     return [_coefficients_like(args.x, shape, 3), numbers]
 
 
-def _statistics(numbers: Tensor, shape: tuple[int, ...]) -> BatchStatistics:
-    """The numbers of `BatchStatistics`, which an operator returns in a row."""
-    mean, var = numbers[:-2].view(2, *shape).unbind()
-    return BatchStatistics(mean, var, *numbers[-2:].unbind())
+def _statistics(coefficients: Tensor, numbers: Tensor) -> BatchStatistics:
+    """The statistics among the results of `forward_sums`."""
+    shape = 2, *coefficients.shape[1:]
+    return BatchStatistics(*numbers[:-2].view(shape).unbind(), *numbers[-2:].unbind())
 
 
-@operator(
-    f"forward_sums({_INPUT}, {_SHARING}, bool needs_gradient) -> Tensor[]", _forward_sums_like
-)
+@operator(f"forward_sums({_INPUT}, {_SHARING}, bool needed) -> Tensor[]", _forward_sums_like)
 def _forward_sums(*arguments: Any) -> list[Tensor]:
-    """The coefficients of the output, and the numbers of `_statistics`. Collective."""
+    """The coefficients of the output, and all numbers of the statistics in a row. Collective."""
     args, num_channels, communicator, weighting, needed = _gather(*arguments)
-    args = autograd.dense(args)
-    run = partial(plan.forward, verbs=_up_to_elements(args.x), needs_gradient=needed)
-    with torch.no_grad(), without_autocast(args.x):
-        coefficients, batch = functional.forward(
-            args, num_channels, _communicators[communicator], weighting=weighting, run=run
-        )
+    args, sharing = autograd.dense(args), _communicators[communicator]
+    with torch.no_grad(), autograd.without_autocast(args.x):
+        check = partial(functional.forward, args, num_channels, sharing, weighting=weighting)
+        plan = _plan(args, sharing, weighting, needed, check)
+        coefficients, batch = plan.forward(args)
     if recompute.in_recomputing():  # with a count of 0, running statistics do not move
         batch = batch._replace(count=torch.zeros_like(batch.count))
-    return [_in_one(coefficients), torch.cat([v.reshape(-1) for v in batch])]
+    return [coefficients, torch.cat([v.reshape(-1) for v in batch])]
 
 
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
     args, mean, *_, needs_dx, _ = _gather(*arguments)
-    parameters = [
-        args.x.new_empty(0) if p is None else torch.empty_like(p) for p in (args.weight, args.bias)
-    ]
+    given = args.weight, args.bias
+    parameters = [args.x.new_empty(0) if p is None else torch.empty_like(p) for p in given]
     return parameters + [_coefficients_like(args.x, mean.shape, 4)] * needs_dx
 
 
@@ -249,17 +230,16 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     args, *batch, needs_dx, communicator = _gather(*arguments)
     g = Gradient(dy, autograd.dense(args), BatchStatistics(*batch), needs_dx=needs_dx)
     sharing = _communicators[communicator]
-    with torch.no_grad(), without_autocast(args.x):
+    with torch.no_grad(), autograd.without_autocast(args.x):
         if torch.is_anomaly_enabled():
             autograd.find_nan(g, sharing)
-        dx, _, *parameters = plan.backward(g, sharing, verbs=_up_to_elements(args.x))
-    given = [args.x.new_empty(0) if p is None else p for p in parameters]
-    return [*given, _in_one(dx)] if needs_dx else given
+        dx, _, *parameters = _plan(g.input, sharing, "element", True, None).backward(g)
+    found = [*parameters, dx] if needs_dx else parameters
+    return [args.x.new_empty(0) if v is None else v for v in found]
 
 
 @operator(
-    "mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, int communicator)"
-    " -> Tensor",
+    "mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, int group) -> Tensor",
     lambda x, *_: x.new_empty((x.shape[0], 1, *x.shape[2:]), dtype=torch.bool),
 )
 def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: int) -> Tensor:
@@ -280,9 +260,8 @@ def _forward(*arguments: Any) -> list[Tensor]:
         functional.check_options(args)
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
         with torch.no_grad():
-            numbers = torch.ops.multibn.forward_sums(*arguments, needed)
-        shape = (num_channels, *channels(args.x.shape, args.axis)[1:])
-        return [torch.empty_like(args.x), *_statistics(numbers[1], shape)]
+            sums = torch.ops.multibn.forward_sums(*arguments, needed)
+        return [torch.empty_like(args.x), *_statistics(*sums)]
     y, batch = autograd.forward(_Plan(_communicators[communicator], weighting, needed), args)
     return [y, *batch]
 
@@ -298,8 +277,8 @@ class _Plan(NamedTuple):
         summed = args._replace(residual=None)  # the operator would need the residual in memory
         sharing = args.x.shape[1], id(self.communicator), self.weighting, self.needs_gradient
         coefficients, numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
-        batch = _statistics(numbers, tuple(coefficients.shape[1:]))
-        return reference.finish(args, coefficients.unbind()), batch
+        y = reference.finish(args, coefficients.unbind())
+        return y, _statistics(coefficients, numbers)
 
     def backward(self, g: Gradient) -> tuple[Tensor | None, ...]:
         if g.y is not None:

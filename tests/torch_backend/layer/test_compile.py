@@ -80,6 +80,33 @@ def test_a_message_says_whether_a_backward_pass_may_follow() -> None:
     assert [needed for *_, needed, _, _ in layer.layer_communicator.phases] == [False, True]
 
 
+def test_a_step_like_an_earlier_one_prepares_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multibn.torch_backend.layer import compiled
+
+    made: list[Any] = []
+    plan_of = compiled.Plan
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made.append(arguments)
+        return plan_of(*arguments, **options)
+
+    monkeypatch.setattr(compiled, "Plan", counted)
+    layer, eager = (SyncBatchNorm(3, momentum=None) for _ in "ab")
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, mask = torch.randn(4, 3, 5, requires_grad=True), torch.rand(4, 5) > 0.5
+    counts = []
+    for eps, where in [(1e-5, None)] * 3 + [(0.5, None), (0.5, mask)]:
+        layer.eps = eager.eps = eps
+        found = []
+        for normalize in (call, eager):
+            y = normalize(x, mask=where)
+            found.append([y, *torch.autograd.grad(y.sin().sum(), x)])
+        torch.testing.assert_close(*found)
+        counts.append(len(made))
+    assert 0 < counts[0] == counts[2] < counts[3] < counts[4]
+    torch.testing.assert_close(list(layer.buffers()), list(eager.buffers()))
+
+
 def test_second_derivatives_where_the_backend_keeps_the_autograd_node() -> None:
     layer = SyncBatchNorm(3, dtype=torch.float64, fuse_relu=True)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
