@@ -53,6 +53,9 @@ _STEP: dict[str, Any] = {"BLOCK": _BLOCK, "enable_fp_fusion": False}
 # Of programs that merge; they read so many splits of so many channels at a time.
 _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
+# Numbers of a message from which a program of `steps.gaps` looks at so many, and no other program.
+_SHARE = 8192
+_GAPS: dict[str, Any] = {"SHARE": _SHARE, "enable_fp_fusion": False}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOT_MOVED = _STEP | {"CUMULATIVE": False, "UNBIASED": False}
 _known: dict[Any, Any] = {}  # of all steps
@@ -87,9 +90,9 @@ def begin_forward(
 def finish_forward(
     args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /, *, coefficients: bool = False
 ) -> tuple[Tensor, BatchStatistics, int]:
-    """As `reference.finish_forward`; two launches, four for a cumulative average.
+    """As `reference.finish_forward`; two launches, one with `coefficients`.
 
-    One less with `coefficients`.
+    Two more for a cumulative average, one more for thousands of channels.
     """
     plan, weight, bias, running = _plan(args), args.weight, args.bias, args.running
     if (
@@ -106,8 +109,12 @@ def finish_forward(
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
     found = new((5, C), dtype=plan.dtype)
     arrays, how, programs, constants, key = _moved(moved, count, C)
-    numbers = number(rank_weight), number(count), number(args.eps), *how, C
-    arguments = summed, *batch, weight, bias, found, *arrays, *numbers
+    looked_at, length = summed, 2 * C
+    if length > _SHARE:
+        looked_at, length = new(-(-length // _SHARE)), -(-length // _SHARE)
+        launch(steps.gaps, length, (summed, looked_at, 2 * C), _GAPS, "gaps", _known)
+    numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
+    arguments = summed, *batch, weight, bias, found, *arrays, looked_at, *numbers
     key = isinstance(count, Tensor), plan.dtype, *key
     key = weight is None or weight.dtype, bias is None or bias.dtype, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)

@@ -111,6 +111,7 @@ def test_the_steps_compile_for_a_gpu(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wide = ["summed", "numbers", "mean", "var", "total_count", "count", "element_weight"]
+    wide += ["looked_at", "found"]
     parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
     numbers = ["mark", "fingerprint", "eps", "momentum", "factor"]
     numbers += [] if parameter else ["rank_weight", "count"]  # of a mask, or not
@@ -127,6 +128,7 @@ def test_the_steps_compile_for_a_gpu(
         ("merge_sums", merge | optional),
         ("finish_forward", moved | optional),
         ("gradient_coefficients", step | optional),
+        ("gaps", {"SHARE": 8192}),
         ("coefficients_of", step | optional),
     ):
         compiled = compile_for_a_gpu(getattr(steps, name), types, constants, fused=False)

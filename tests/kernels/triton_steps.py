@@ -31,8 +31,16 @@ def unpack(summed: Any, C: int, **options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 2999, 3000, 5999])  # of the means and the means of squares
-def test_a_batch_that_is_not_finite(bad: float, place: int) -> None:
-    """NaN in all channels, and a count of 0, by which nothing moves."""
+@pytest.mark.parametrize("share", [8192, 2560])
+def test_a_batch_that_is_not_finite(
+    bad: float, place: int, share: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in all channels, and a count of 0, by which nothing moves.
+
+    No program of a wide layer reads the whole message: of 2**20 channels that would be 69 GB.
+    """
+    monkeypatch.setattr(cuda, "_SHARE", share)
+    monkeypatch.setitem(cuda._GAPS, "SHARE", share)
     summed = reference.pack(wide(3000), wide(3000) ** 2 + 9, 2.0, 2.0)
     summed[place] = bad
     mean, var, count, element_weight = unpack(summed, 3000)
@@ -41,6 +49,8 @@ def test_a_batch_that_is_not_finite(bad: float, place: int) -> None:
     assert (count.item(), element_weight.item()) == (0, 0.5)
     refused = unpack(math.nan * summed, 3000)
     assert [v.isnan().all().item() for v in refused] == [True, True, False, True]
+    steps = ["gaps"] * (share < 6000) + ["finish_forward", "normalize"]
+    assert launched == 2 * steps
 
 
 class Twice(Handle):

@@ -23,7 +23,7 @@ WEIGHT, COUNT = constexpr(wire.WEIGHT), constexpr(wire.COUNT)
 SCALARS = constexpr(wire.forward_payload(0))
 LARGEST, LARGEST_SUM = constexpr(wire.LARGEST), constexpr(wire.LARGEST_SUM)
 
-_CONSTANTS = {"BLOCK", "SPLITS", "CUMULATIVE", "UNBIASED"}
+_CONSTANTS = {"BLOCK", "SHARE", "SPLITS", "CUMULATIVE", "UNBIASED"}
 
 
 def _step(function):
@@ -109,17 +109,25 @@ def merge_sums(
 
 
 @_step
+def gaps(numbers, found, length, SHARE: constexpr):
+    """The `_gap` of each program's share of a message."""
+    first = tl.program_id(0) * SHARE
+    tl.store(found + tl.program_id(0), _gap(numbers + first, tl.minimum(length - first, SHARE)))
+
+
+@_step
 def finish_forward(
     summed, mean, var, total_count, element_weight, weight, bias, coefficients, running_mean,
-    running_var, num_batches, rank_weight, count, eps, momentum, factor, C,
+    running_var, num_batches, looked_at, rank_weight, count, eps, momentum, factor, length, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """The statistics in a message, the coefficients of the passes, and `update_running`.
 
-    `weight`, `bias`, and what is moved may be None.
+    `looked_at`, of a `length`, is the message, or the `gaps` of a long one: every program reads it
+    all. `weight`, `bias`, and what is moved may be None.
     """
     c, exists = _channels(C, BLOCK)
-    gap = _gap(summed, 2 * C)
+    gap = _gap(looked_at, length)
     total = tl.where(gap == 0.0, tl.load(summed + 2 * C + COUNT), 0.0)
     total_weight = tl.load(summed + 2 * C + WEIGHT)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
