@@ -47,7 +47,7 @@ def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
     and the running statistics. The rows of the table are tests/torch_backend/layer/test_guard.py's.
     """
     x: Any = args.x
-    ddp: Any = DistributedDataParallel._active_ddp_module
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if (
         type(x) is not Tensor
         or x.layout is not torch.strided
@@ -61,11 +61,12 @@ def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
         return None
     needed = x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
     weight, bias, residual, running = args.weight, args.bias, args.residual, args.running
-    options = args.eps, args.relu, weighting
+    options = args.eps, args.relu, weighting, args.axis, args.mask is None
     key: tuple[Any, ...] = (x.shape, x.stride(), x.dtype, x.device, needed, *options)
     world = None if _group is None else _group.WORLD  # may be made anew
     # Weak: a plan keeps neither alive, and another one in the same place is another one.
-    key += type(running), weight is None, ddp and ref(ddp), world and ref(world)
+    alive = None if ddp is None else ref(ddp), None if world is None else ref(world)
+    key += type(running), weight is None, *alive
     if weight is not None:
         key += type(weight), weight.shape, weight.dtype, weight.device, bias is None
     if bias is not None:

@@ -166,13 +166,15 @@ def _up_to_elements(x: Tensor) -> Any:
     )
 
 
-def _plan(args: NormArgs, sharing: Any, weighting: Weighting, needed: bool, check: Any) -> Plan:
-    """The plan of a layer for such inputs; `check` looks at the first of them, or is None."""
-    key = autograd.guard(args, weighting), args.axis, args.mask is None, needed
+def _plan(
+    args: NormArgs, sharing: Any, weighting: Weighting, needed: bool, num_channels: int | None
+) -> Plan:
+    """The plan of a layer for such inputs, of which the first is checked in a forward pass."""
+    key = autograd.guard(args, weighting), needed
     plan: Plan | None = getattr(sharing, "plans", {}).get(key)
     if plan is None:
-        if check is not None:
-            check(run=lambda *_, **__: None)
+        if num_channels is not None:  # not in a backward pass
+            functional.check(args, num_channels, sharing)
         options: Any = {"weighting": weighting, "needs_gradient": needed}
         plan = Plan(args, sharing, verbs=_up_to_elements(args.x), **options)
         if key[0] is not None and isinstance(sharing, LayerCommunicator):
@@ -205,8 +207,7 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
     args, num_channels, communicator, weighting, needed = _gather(*arguments)
     args, sharing = autograd.dense(args), _communicators[communicator]
     with torch.no_grad(), autograd.without_autocast(args.x):
-        check = partial(functional.forward, args, num_channels, sharing, weighting=weighting)
-        plan = _plan(args, sharing, weighting, needed, check)
+        plan = _plan(args, sharing, weighting, needed, num_channels)
         coefficients, batch = plan.forward(args)
     if recompute.in_recomputing():  # with a count of 0, running statistics do not move
         batch = batch._replace(count=torch.zeros_like(batch.count))

@@ -1,7 +1,6 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -147,20 +146,35 @@ def forward(
     /,
     *,
     weighting: Weighting,
-    run: Callable[..., Any] | None = None,
-    key: object = None,
 ) -> tuple[Tensor, BatchStatistics]:
-    """Check an input and normalize it, with one message each way. Collective.
+    """Normalize an input, with one message each way. Collective.
 
-    `num_channels` are required of the input, see `check_input`; `run` is the pass, in which no
-    derivative is asked for by torch.func or in forward mode, by default a plan's, which the layer
-    then keeps under `key`, see `autograd.guard`.
+    The input is run by the layer's plan for such inputs, or is checked, `num_channels` included,
+    and the layer gets a plan.
     """
+    layer = communicator if isinstance(communicator, LayerCommunicator) else None
+    key = None if layer is None else autograd.guard(args, weighting)
+    plan = None if layer is None else layer.plans.get(key)
+    if plan is not None:
+        return autograd.forward(plan, args)
     if dtensors.among((args.x, args.weight, args.bias)):
         if dtensors.among([args.x]):
             check_input(args.x, num_channels)  # not each rank's part, so that all ranks raise
         function = partial(forward, weighting=weighting)
         return dtensors.forward(function, args, num_channels, communicator)
+    check(args, num_channels, communicator)
+    if autograd.is_transformed() or torch._C._get_dispatch_mode(autograd.MAKE_FX):
+        return autograd.differentiable_forward(args, communicator, weighting=weighting)
+    needed = autograd.needs_gradient(args.x)
+    with torch.no_grad():  # as the pass runs, for which any kernels will do
+        plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
+    if layer is not None and key is not None:
+        layer.keep(key, plan)
+    return autograd.forward(plan, args)
+
+
+def check(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
+    """Raise unless a layer can normalize this input, here and now. Collective if it raises."""
     data_parallel.watch_active()
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     # Inside its join, a rank without data runs the collectives of DistributedDataParallel only,
@@ -186,17 +200,6 @@ def forward(
         check_options(args)
     except (TypeError, ValueError) as error:
         refuse(error, args.x, num_channels, communicator)
-    if autograd.is_transformed() or torch._C._get_dispatch_mode(autograd.MAKE_FX):
-        run = autograd.differentiable_forward
-    if run is not None:
-        result: tuple[Tensor, BatchStatistics] = run(args, communicator, weighting=weighting)
-        return result
-    needed = autograd.needs_gradient(args.x)
-    with torch.no_grad():  # as the pass runs, for which any kernels will do
-        plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
-    if key is not None and isinstance(communicator, LayerCommunicator):
-        communicator.keep(key, plan)
-    return autograd.forward(plan, args)
 
 
 def all_but_channels(x: Any, /) -> tuple[int, ...]:

@@ -158,14 +158,12 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
         args = self._as_input(input, residual)
         sharing, weighting = self.layer_communicator, self.weighting
-        key = autograd.guard(args, weighting)
-        plan = sharing.plans.get(key)
+        plan = sharing.plans.get(autograd.guard(args, weighting))
         if plan is not None:
             return autograd.forward(plan, args)[0]
         if input.is_meta or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
-        options: Any = {"weighting": weighting, "key": key}
-        return functional.forward(args, self.num_features, sharing, **options)[0]
+        return functional.forward(args, self.num_features, sharing, weighting=weighting)[0]
 
     def _forward_special(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None

@@ -14,8 +14,14 @@ require.need("torch")
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from multibn.torch import SyncBatchNorm, step_statistics  # noqa: E402
-from multibn.torch_backend.layer import autograd  # noqa: E402
+from multibn.torch import (  # noqa: E402
+    NaiveSyncBatchNorm2d,
+    SubBatchNorm2d,
+    SyncBatchNorm,
+    convert_sub_batchnorm,
+    convert_sync_batchnorm,
+    step_statistics,
+)
 
 
 def _input(*shape: int) -> Tensor:
@@ -160,13 +166,47 @@ def test_ever_new_inputs_keep_few_plans(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(layer.layer_communicator.plans) <= 3
 
 
-def test_a_warm_step_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+class _OwnForward(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        arguments = self.running_mean, self.running_var, self.weight, self.bias, self.training
+        return torch.nn.functional.batch_norm(input, *arguments, 0.1, self.eps).relu()
+
+
+def _masked() -> Callable[[Tensor], Tensor]:
+    layer = _layer()
+    return lambda x: layer(x, mask=torch.ones(4, 5, 5, dtype=torch.bool))
+
+
+def _parts() -> Callable[[Tensor], Tensor]:
+    layer: Any = nn.BatchNorm2d(3)
+    return convert_sub_batchnorm(layer, num_splits=2)
+
+
+WAYS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "a layer": _layer,
+    "a mask": _masked,
+    "a converted layer with its own forward": lambda: convert_sync_batchnorm(_OwnForward(3)),
+    "the parts of convert_sub_batchnorm": _parts,
+    "SubBatchNorm2d": lambda: SubBatchNorm2d(num_splits=2, num_features=3),
+    "NaiveSyncBatchNorm2d": lambda: NaiveSyncBatchNorm2d(num_features=3),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_warm_step_prepares_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x = WAYS[way](), _input()
+    expected = step(x)
+    monkeypatch.setattr("multibn.torch_backend.layer.functional.check", None)
+    monkeypatch.setattr("multibn.torch_backend.layer.functional.Plan", None)
+    torch.testing.assert_close(step(x), expected)
+
+
+def test_the_same_input_with_a_mask_has_a_plan_of_its_own() -> None:
     layer, x = _layer(), _input()
-    layer(x)
-    monkeypatch.setattr(autograd, "Plan", None)
-    for name in ("check_input", "check_options"):
-        monkeypatch.setattr(f"multibn.torch_backend.layer.functional.{name}", None)
-    assert layer.running_mean is not None
-    before = layer.running_mean.clone()
-    layer(x)
-    assert not torch.equal(before, layer.running_mean)
+    first = layer(x)
+    mask = torch.zeros(4, 5, 5, dtype=torch.bool)
+    mask[:2] = True
+    torch.testing.assert_close(layer(x, mask=mask)[:2], layer(x[:2]))
+    torch.testing.assert_close(layer(x), first)
+    assert len(layer.layer_communicator.plans) == 3
