@@ -63,6 +63,7 @@ class Job:
                 at = command.index("mpi4py")
                 del command[at - 1 : at + 1]
             variables = {"MULTIBN_TIMEOUT": f"{left[0].deadline:g}", **self.setup.variables}
+            variables |= left[0].variables
             # torchrun looks every 0.1 s whether a rank has ended, and then ends all the others,
             # which may not have spoken by then. With a second, they have.
             variables["PET_MONITOR_INTERVAL"] = "1"

@@ -166,6 +166,9 @@ class Outcome:
                 return f"rank {rank}: {became.how} {became.says}"
             if not became.off <= 1e-12:
                 return f"rank {rank} is off by {became.off:.1g}"
+            told = not self.scenario.prints or rank == 1
+            if not told and not re.search(self.scenario.prints, "\n".join(became.printed)):
+                return f"rank {rank} prints no line that matches {self.scenario.prints!r}"
         if len({r.digest for r in self.ranks}) > 1:
             return "the ranks' statistics differ"
         if self._ends and self.exit_status != 0:

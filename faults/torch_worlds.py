@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,25 @@ class _Torch(World):
         return convert_sync_batchnorm(model, communicator)
 
 
+def _init_process_group() -> None:
+    """Make the default process group. After a restart by torchrun, torch's own keys are apart.
+
+    torchrun keeps one store for all attempts, and torch's group may find addresses of the attempt
+    before (pytorch#135712). The keys of multibn stay where they are.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        dist.init_process_group("gloo")
+        return
+    store, rank, size = next(dist.rendezvous("env://"))
+    own = dist.PrefixStore(attempt, store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+    dist.distributed_c10d._get_default_store = lambda: store
+
+
 class Gloo(_Torch):
     def __init__(self, count: int) -> None:
-        dist.init_process_group("gloo")
+        _init_process_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.everybody = dist.group.WORLD
         self._communicators = [self.everybody] * (count == 1) or [
@@ -113,7 +130,7 @@ class DataParallel(_Torch):
     def __init__(self, count: int) -> None:
         # DistributedDataParallel imports this when it is built: within the time of a fault.
         import_module("torch._dynamo")
-        dist.init_process_group("gloo")
+        _init_process_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._store = dist.distributed_c10d._get_default_store()
 

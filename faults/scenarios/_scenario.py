@@ -1,6 +1,6 @@
 """What a fault is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ class Scenario:
     # The words of a launcher, MPI or DistributedDataParallel in the setups where these see the
     # fault before multibn can; the ranks need no error of multibn's there.
     others_say: dict[str, str] = field(default_factory=dict)
+    # A regular expression of what the other ranks print, where the fault does no harm.
+    prints: str = ""
     seconds: float = 1.0  # after `mark` the last rank may end, errors included
     # Over a user's own class, which has no deadline and no notices, ranks wait for ever. Rank 1
     # needs no error then, in any setup.
@@ -37,6 +39,7 @@ class Scenario:
     earlier: Callable[[Trial], None] | None = None
     earlier_size: int = 2
     deadline: float = DEADLINE  # MULTIBN_TIMEOUT
+    variables: Mapping[str, str] = field(default_factory=dict)  # of a launch of its own
     name: str = ""
 
     def runs_under(self, setup: Setup) -> bool:

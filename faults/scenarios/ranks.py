@@ -47,6 +47,16 @@ busy = of_rank_1(
     own_waits=True,
 )
 
+late_and_told = of_rank_1(
+    "a rank late by 21 s, of which the others print a line after 20 s",
+    lambda _: time.sleep(21.0),
+    prints=r"^multibn: rank [02] has waited 20 s in layer1\.0\.bn1 .* for rank\(s\) \[1\]",
+    deadline=60.0,
+    seconds=30.0,
+    ends=True,
+    setups=("shared memory", "gloo", "ddp", "mpi", "chainermn"),  # a user's class has no such line
+)
+
 _FIRST = r"waited \d+ s in the first message of "
 # Before the first message over MPI, a rank that waits cannot tell the others so: they are named,
 # too.

@@ -1,6 +1,7 @@
 """`python -m benchmarks.gpu` on stand-ins, from end to end; and what it does with failures."""
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -55,9 +56,9 @@ def test_every_part_runs_to_its_end_on_stand_ins(
 
 # What a part does after it has written a row, and what is told of its end.
 ENDS = {
-    "passes": ("print('done')", "passed | 0 | done"),
-    "raises": ("1 / 0", "FAILED | 0 | ZeroDivisionError: division by zero"),
-    "hangs": ("time.sleep(60)", "FAILED | 2 | no result within 2 s"),
+    "passes": ("print('done')", r"passed \| \d+ \| done"),
+    "raises": ("1 / 0", r"FAILED \| \d+ \| ZeroDivisionError: division by zero"),
+    "hangs": ("time.sleep(60)", r"FAILED \| \d+ \| no result within 2 s"),
 }
 
 
@@ -78,7 +79,7 @@ def test_each_end_is_told_and_takes_no_other_part_away(
     assert command.main([*options, *ENDS]) == 1
     page = (tmp_path / "gpu.md").read_text()
     for name, (_, told) in ENDS.items():
-        assert f"| {name} | {told} |" in page
+        assert re.search(rf"\| {name} \| {told} \|", page)
     assert page.count("| 1.0 | a row |") == 3
     assert "ZeroDivisionError" in (tmp_path / "raises.txt").read_text()
     assert command.main([*options, "passes"]) == 0

@@ -35,7 +35,8 @@ _CASES = [
 _CASES_THAT_END = [
     ("ddp", "killed"), ("ddp", "late_first"),
     ("gloo", "killed"), ("gloo", "launcher_killed"), ("gloo", "stopped"), ("gloo", "out_of_data"),
-    ("gloo", "exception"), ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
+    ("gloo", "exception"), ("gloo", "max_restarts"), ("shared memory", "max_restarts"),
+    ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
 

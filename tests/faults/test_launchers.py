@@ -30,44 +30,6 @@ _SCRIPT = """
 """
 
 
-_AGAIN = """
-    import os
-    import torch
-    import torch.distributed as dist
-    from multibn.torch_backend import SyncBatchNorm
-
-    # Torch's own group takes no address of the first attempt's from the store; multibn has it all.
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    store, rank, size = next(dist.rendezvous("env://"))
-    own = dist.PrefixStore(attempt, store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
-    dist.distributed_c10d._get_default_store = lambda: store
-    layer = SyncBatchNorm(2, momentum=1.0)
-    for step in range(3):
-        if attempt == "0" and step == 1 and rank == 1:
-            os._exit(1)
-        layer(torch.arange(6.0)[rank::2, None] + torch.tensor([0.0, 10.0 * step]))
-    right = layer.running_mean.tolist() == [2.5, 22.5]
-    print(f"attempt {attempt} is right: {right}", flush=True)
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("shared_memory", ["0", "1"])
-def test_torchrun_restarts_ranks_over_the_same_store(
-    shared_memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second attempt takes no word of the first for its own."""
-    require.need("torch", "torchrun")
-    script = tmp_path / "again.py"
-    script.write_text(textwrap.dedent(_AGAIN))
-    monkeypatch.setenv("MULTIBN_SHARED_MEMORY", shared_memory)
-    monkeypatch.setenv("PET_MAX_RESTARTS", "1")
-    result = launch.run("torchrun", 2, str(script), real=True)
-    assert result.stdout.count("attempt 1 is right: True") == 2, result.stdout
-    assert result.returncode == 0
-
-
 class Ran(NamedTuple):
     launcher: str
     exit_status: int
