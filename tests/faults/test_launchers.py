@@ -2,7 +2,6 @@
 
 import textwrap
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
