@@ -7,14 +7,15 @@ layer with C channels, the payload is
   what the rank counts for;
 - backward, 2C numbers: `sum_dy`, `sum_dy_xhat`.
 
-A trailer follows the payload: zeros that make backward messages as long as forward ones, then a
-fingerprint v and v**2. The fingerprint stands for the layer's name, the phase and the dtype: all of
-W ranks have sent the same v if and only if W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). Equal
-lengths let ranks in different phases of a layer meet, and find that out from the fingerprints.
+A head stands before the payload: a fingerprint v and v**2. The fingerprint stands for the layer's
+name, the phase, the number of channels and the dtype: all of W ranks have sent the same v if and
+only if W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). The head has one place in all messages,
+whatever their lengths, so that ranks in different places see that in the sum of their heads.
 
 Where a rank's moments of a channel are not finite, the payload has the rank's mark in their place:
 a power of two above all finite moments, so that the sum tells which ranks have sent a mark. A rank
-that refuses its input sends marks, also as its weight, and NaN as its count.
+that refuses its input sends marks, also as its weight and in place of its fingerprint, and NaN as
+its count.
 """
 
 import math
@@ -32,7 +33,7 @@ WEIGHT, COUNT = 0, 1
 # The count of a rank that refuses its input. A count is never NaN otherwise.
 REFUSED = math.nan
 _NUM_SCALARS = 2  # a layer's weight and count
-_NUM_FINGERPRINTS = 2  # v and v**2
+HEAD = 2  # numbers before a payload: v and v**2
 # Fingerprints are below 2**20: their squares are then summed exactly in float64 by 8192 ranks.
 _FINGERPRINT_BITS = 20
 # Larger moments are not finite, nor are sums of 8192 ranks above the second number.
@@ -45,20 +46,19 @@ NO_MARK = math.nan  # of the ranks that have no bit
 class Message(NamedTuple):
     """Memory of a torch GPU for a message.
 
-    A kernel that writes a layer's payload writes the rest of the memory, too: zeros before the
-    payload, and trailer behind it.
+    A kernel that writes a layer's payload writes the rest of the memory, too: the head before the
+    payload, and zeros behind it.
     """
 
     numbers: Array  # not initialised
-    start: int  # of the payload
-    fingerprint: float  # the v of the trailer
+    fingerprint: float  # the v of the head
 
     def write(self, payload: Array) -> "Message":
         """Fill the memory."""
-        numbers, start, v = self
-        end = start + payload.shape[0]
-        numbers[:start], numbers[start:end], numbers[end:] = 0.0, payload, 0.0
-        numbers[-2], numbers[-1] = v, v * v
+        numbers, v = self
+        end = HEAD + payload.shape[0]
+        numbers[0], numbers[1] = v, v * v
+        numbers[HEAD:end], numbers[end:] = payload, 0.0
         return self
 
 
@@ -73,19 +73,18 @@ def backward_payload(num_channels: int, /) -> int:
 
 
 def length(num_channels: int, /) -> int:
-    """How many numbers the message of a layer of so many channels has, in either phase."""
-    return forward_payload(num_channels) + _NUM_FINGERPRINTS
+    """How many numbers the longest message of a layer of so many channels has, the forward one."""
+    return HEAD + forward_payload(num_channels)
 
 
-def num_channels(length: int, /) -> int:
-    """How many channels the layer has whose message has this length."""
-    return (length - _NUM_FINGERPRINTS - _NUM_SCALARS) // 2
+def num_channels(phase: str, payload: int, /) -> int:
+    """How many channels the layer has whose payload has so many numbers."""
+    return (payload if phase == "backward" else payload - _NUM_SCALARS) // 2
 
 
-def trailer(phase: str, fingerprint: float, /) -> list[float]:
-    """The numbers that follow the payload."""
-    padding = [0.0] * _NUM_SCALARS if phase == "backward" else []
-    return [*padding, fingerprint, fingerprint * fingerprint]
+def head(fingerprint: float, /) -> list[float]:
+    """The numbers before the payload."""
+    return [fingerprint, fingerprint * fingerprint]
 
 
 def fingerprint(text: str, /) -> float:
@@ -93,17 +92,23 @@ def fingerprint(text: str, /) -> float:
     return float(zlib.crc32(text.encode()) >> (32 - _FINGERPRINT_BITS))
 
 
-def all_equal(total: Any, total_of_squares: Any, size: int, /) -> bool:
-    """Whether `size` fingerprints are equal, from their sum and the sum of their squares."""
-    return int(size) * int(total_of_squares) == int(total) ** 2
+def all_equal(head: Sequence[float], size: int, /) -> bool:
+    """Whether `size` ranks have sent one fingerprint and none a refusal, from the sum of heads."""
+    total, total_of_squares = head
+    return not is_refused(head) and int(size) * int(total_of_squares) == int(total) ** 2
 
 
-def is_refusal(summed: Array, num_trailer: int = 0, /) -> bool:
-    """Whether the sum of forward messages has the NaN of a rank that refused its input.
+def is_refused(head: Sequence[float], /) -> bool:
+    """Whether a rank has refused its input, from the sum of heads."""
+    return not abs(head[0]) < LARGEST_SUM
+
+
+def is_refusal(summed: Array, /) -> bool:
+    """Whether the sum of forward payloads has the NaN of a rank that refused its input.
 
     The count is the last number of a payload.
     """
-    return math.isnan(summed[-1 - num_trailer])
+    return math.isnan(summed[-1])
 
 
 def mark(rank: int, /) -> float:

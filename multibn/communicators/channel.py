@@ -1,65 +1,66 @@
 """The channel of a group of ranks: its messages in host memory, the same for every transport.
 
-A channel has an allreduce for each length of messages, so that unlike messages never meet, neither
-with each other nor with what else the program sends. A transport opens these and moves bytes. All
-else stands here once: which are open, deadlines and notices (see `watchdog`), and the end of the
-program.
+All messages of a group begin with a part in one memory, the transport's block, which every rank
+sends: the head, by which all ranks see at once whether they are in the same place, and as many
+numbers as the block has room for. Only where the heads agree does the rest of a long message
+follow. A transport moves bytes; all else stands here once: deadlines and notices (see `watchdog`),
+and the end of the program.
 """
 
 import atexit
-import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
 
+from multibn import wire
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
 from multibn.communicators.communicator import Handle, gather
-from multibn.communicators.diagnostics import log_last_error, uncaught
+from multibn.communicators.diagnostics import (
+    ALIKE,
+    group_ranks_by,
+    log_and_raise,
+    log_last_error,
+    uncaught,
+)
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.watchdog import GroupInfo, StatusBoard, Watchdog
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
-
-# The allreduces that are not named by the length of their messages.
-_ANY = 0  # carries arrays of any shape and dtype
-FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
-LARGE = -2  # carries arrays that are too large for the first
-
-
-class Allreduce(Protocol):
-    """Sums of messages over all ranks of a group; one message at a time."""
-
-    def begin(self, a: HostArray) -> Poll | None:
-        """Begin to sum `a` over the ranks, in place; None if that is done already."""
+# Begins to sum an array over the ranks, in place; None if that is done already.
+Begin: TypeAlias = Callable[[], Poll | None]
 
 
 class Transport(ABC):
-    """One library that moves bytes, for one group of processes."""
+    """One library that moves bytes, for one group of processes; one message at a time."""
 
     rank: int
     size: int
     known: GroupInfo | None = None  # before the ranks have met
     board: StatusBoard | None = None  # where notices are left; None before the first message
-    most_bytes = math.inf  # of an array that is not `LARGE`
+    block: HostArray  # float64 numbers: the memory of the first part of every message
 
     @abstractmethod
-    def open_allreduce(
-        self, number: int, buffer: HostArray | None
-    ) -> Generator[Poll, None, Allreduce]:
-        """Open an allreduce, in steps as `chain` takes.
+    def open(self) -> Iterator[Poll | None]:
+        """Connect the ranks, in steps as `chain` takes, and make the block. Collective."""
 
-        Collective: all ranks open the same ones in the same order.
+    def prepare_block(self, n: int) -> Begin:
+        """What sums the first `n` numbers of the block, or more, which nobody reads.
 
-        All its messages are sent from `buffer`, unless that is None.
+        Ranks in different places may come with unlike `n`.
         """
+        return self.prepare(self.block)
+
+    @abstractmethod
+    def prepare(self, a: HostArray) -> Begin:
+        """What sums the memory of `a`; all ranks have the same dtype and shape."""
 
     def close(self, *, failed: bool) -> None:  # noqa: B027
         """Let go of threads and connections: the group or the program ends, or this is a fork.
@@ -79,10 +80,11 @@ class Transport(ABC):
 
 @dataclass
 class Buffer:
-    """Memory for all messages of one length, and what begins to sum what stands there."""
+    """Memory for payloads of one length, and what begins to sum a head and a payload."""
 
-    memory: HostArray
-    begin: Callable[[], Poll | None] | None  # None when the group was destroyed
+    head: memoryview  # of wire.HEAD numbers
+    payload: HostArray
+    begin: Begin | None  # None when the group was destroyed
 
 
 class Channel:
@@ -93,49 +95,51 @@ class Channel:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.watchdog = Watchdog(self.rank, self.size, transport.known)
-        self._open: dict[int, Allreduce] = {}
-        self._buffers: dict[int, Buffer] = {}  # by the length of messages
+        self._is_open = False
+        self._buffers: dict[int, Buffer] = {}  # by the length of payloads
         _channels.add(self)
 
-    @property
-    def ways(self) -> list[str]:
-        """What has carried the messages of layers: "shared memory", for example."""
-        channel = [allreduce for number, allreduce in self._open.items() if number > 0]
-        return sorted({type(e).__module__.rpartition(".")[2].replace("_", " ") for e in channel})
-
-    def sum(self, a: HostArray, place: str, text: object, *, number: int = _ANY) -> HostArray:
-        """The sum of `a` over the ranks, a new array; arguments as `Watchdog.wait`. Collective."""
-        total = a.copy()
-        if self.size > 1:
-            allreduce = self._open.get(number) or self._opened(number, None, text)
-            begin: Callable[[], Poll | None] = partial(allreduce.begin, total)
-            if a.nbytes > self.transport.most_bytes:
-                begin = partial(chain, self._sum_large(total))
-            self.watchdog.wait(begin, place, text)
+    def allreduce(self, a: HostArray) -> HostArray:
+        """The sum of `a` over the ranks, a new array. Collective."""
+        total = self.compare(a, f"a sum of {a.dtype} numbers of shape {a.shape}")
+        assert total is not None
         return total
 
-    def _sum_large(self, a: HostArray) -> Iterator[Poll]:
-        """Sum in place, and open the allreduce before, in the same wait.
+    def compare(self, a: HostArray, kind: str, facts: str = "", text: str = "") -> HostArray | None:
+        """The sum of `a` over the ranks, a new array; None if they bring unlike `facts`.
 
-        A rank that opens one alone, for which no other rank is needed where an engine is connected,
-        must not take that for a collective that all have completed.
+        Collective. All ranks that bring one `kind` have the same dtype and shape; RuntimeError on
+        all ranks if some bring another one, or refuse their input. `text` says to people where this
+        rank is.
         """
-        if LARGE not in self._open:
-            self._open[LARGE] = yield from self.transport.open_allreduce(LARGE, None)
-        pending = self._open[LARGE].begin(a)
-        if pending is not None:
-            yield pending
+        total, text = a.copy(), text or kind
+        if self.size == 1:
+            return total
+        self._open(text)
+        head = wire.head(wire.fingerprint(kind + facts))
+        self.transport.block[: wire.HEAD] = head
+        self.watchdog.wait(lambda: chain(self._parts(total)), text)
+        head = self.transport.block[: wire.HEAD].tolist()
+        if wire.all_equal(head, self.size):
+            return total
+        raise_for_kinds(self, kind, text, head)
+        return None
 
-    def buffer(self, length: int, text: object) -> Buffer:
-        """Memory of `length` float64 numbers; `watchdog.wait(buffer.begin, ...)` sums them.
+    def buffer(self, n: int, text: object) -> Buffer:
+        """Memory for payloads of `n` numbers; `watchdog.wait(buffer.begin, ...)` sums them.
 
-        Layers share the memory. Collective at the first message of this length.
+        All messages of the group share the memory. Collective at the group's first message.
         """
-        if length not in self._buffers:
-            memory = np.zeros(length)
-            allreduce = self._opened(length, memory, text)
-            self._buffers[length] = Buffer(memory, partial(allreduce.begin, memory))
-        return self._buffers[length]
+        if n not in self._buffers:
+            self._open(text)
+            block = self.transport.block
+            head, payload = block[: wire.HEAD].data, block[wire.HEAD :][:n]
+            begin = self.transport.prepare_block(wire.HEAD + n)
+            if payload.size < n:
+                payload = np.zeros(n)
+                begin = partial(self._begin_long, payload)
+            self._buffers[n] = Buffer(head, payload, begin)
+        return self._buffers[n]
 
     def abandon_after_fork(self) -> None:
         """This process is a fork of the one that is a rank of the group."""
@@ -156,7 +160,6 @@ class Channel:
         self.abandon()
         failed = self.watchdog.failure is not None
         self.watchdog.board = None
-        self._open.clear()
         for buffer in self._buffers.values():  # layers may have them
             buffer.begin = None
         self._buffers.clear()
@@ -165,25 +168,55 @@ class Channel:
             self.transport.free()
         self.transport.close(failed=failed)
 
-    def _opened(self, number: int, buffer: HostArray | None, text: object) -> Allreduce:
+    def _open(self, text: object) -> None:
+        if self._is_open:
+            return
         self.watchdog.check(text)  # before a fork touches the transport
-        if number != _ANY and _ANY not in self._open:
-            self._opened(_ANY, None, text)
-        opened: list[Allreduce] = []
-        steps = self.transport.open_allreduce(number, buffer)
+        self.watchdog.wait(lambda: chain(self._connect(str(text))), text)
+        self._is_open = True
+        every: Any = SimpleNamespace(rank=self.rank, size=self.size)
+        every.allreduce = lambda a: self.compare(a, "introduction", text=str(text))
+        self.watchdog.exchange_pids(lambda me: gather(me, every))
+
+    def _connect(self, text: str) -> Iterator[Poll | None]:
+        for step in self.transport.open():
+            self.watchdog.board = self.transport.board
+            self.watchdog.look(text)  # connecting to a rank that failed takes long
+            yield step
         self.watchdog.board = self.transport.board
-        self.watchdog.look(
-            f"open {number}", str(text)
-        )  # connecting to a rank that failed takes long
-        self.watchdog.wait(lambda: chain(steps, opened.append), f"open {number}", text)
-        self.watchdog.board = self.transport.board
-        (allreduce,) = opened
-        self._open[number] = allreduce
-        if number == _ANY:
-            every: Any = SimpleNamespace(rank=self.rank, size=self.size)
-            every.allreduce = lambda a: self.sum(a, "introduction", text)
-            self.watchdog.exchange_pids(lambda me: gather(me, every))
-        return allreduce
+
+    def _begin_long(self, payload: HostArray) -> Poll:
+        return chain(self._parts(payload))
+
+    def _parts(self, a: HostArray) -> Iterator[Poll | None]:
+        """Sum in place, if all ranks have sent the head that stands in the block."""
+        block, flat = self.transport.block, a.reshape(-1)
+        first = flat[: block.size - wire.HEAD if a.dtype == np.float64 else 0]
+        room = block[wire.HEAD : wire.HEAD + first.size]
+        room[:] = first
+        yield self.transport.prepare_block(wire.HEAD + first.size)()
+        if wire.all_equal(block[: wire.HEAD].tolist(), self.size):
+            first[:] = room
+            if first.size < flat.size:
+                yield self.transport.prepare(flat[first.size :])()
+
+
+def raise_for_kinds(communicator: Any, kind: str, text: str, head: list[float]) -> None:
+    """Raise on all ranks if messages, whose heads differ, are not of one kind. Collective.
+
+    `head` is the sum of the heads.
+    """
+    if wire.is_refused(head):
+        log_and_raise(
+            RuntimeError,
+            f"rank {communicator.rank} cannot go on, in {text}: another rank is in a layer, and "
+            "has refused its input. The error raised there says why.",
+        )
+    kinds, texts = zip(*gather((kind, text), communicator), strict=True)
+    if len({*kinds}) > 1:
+        log_and_raise(
+            RuntimeError, f"the ranks are in different places: {group_ranks_by(texts)}. {ALIKE}"
+        )
 
 
 class ChannelCommunicator(Handle, ABC):
@@ -198,9 +231,7 @@ class ChannelCommunicator(Handle, ABC):
         if self.takes(x):
             return self.allreduce_on_device(x)
         assert self.channel is not None
-        a = to_host(x)
-        text = f"a sum of {a.dtype} numbers of shape {a.shape}"
-        return from_host(self.channel.sum(a, text, text), x)
+        return from_host(self.channel.allreduce(to_host(x)), x)
 
     def takes(self, x: Array, /) -> bool:
         """Whether `x` is summed on its device; otherwise `x` goes through host memory."""

@@ -46,6 +46,24 @@ def group_ranks_by(answers: Iterable[str], preposition: str = "in") -> str:
     )
 
 
+# The end of an error about ranks that do not meet.
+ALIKE = (
+    "All ranks must run the same layers in the same order, with the same dtype, and none may "
+    "evaluate while others train."
+)
+# The same for ranks of which some compute the gradients of one layer and some of another.
+LEFT_OUT = (
+    "All ranks must run the same layers in the same order, backward, too: where the loss of a rank "
+    "leaves a layer out, add 0 * unused.sum() to that loss, with `unused` the layer's output, or "
+    "call the layer with an empty batch, layer(x[:0]).sum()."
+)
+
+
+def alike(texts: Iterable[str]) -> str:
+    """The end of an error about ranks in different places, of which `texts` tell people."""
+    return LEFT_OUT if all("(backward, " in text for text in texts) else ALIKE
+
+
 _has_warned = False
 
 

@@ -1,7 +1,7 @@
 """The comparison in a layer's first message: all ranks have come to the same layer of one model.
 
-The first message has the same length for all layers. It compares the layers' names, widths and
-options, which of the process's layers each is, and the versions of this package.
+The first message compares the layers' names, widths and options, which of the process's layers each
+is, and the versions of this package.
 """
 
 import gc
@@ -13,10 +13,14 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from multibn import _version, wire
-from multibn.communicators.channel import FIRST_MESSAGES, Channel, ChannelCommunicator, HostArray
+from multibn.communicators.channel import (
+    Channel,
+    ChannelCommunicator,
+    HostArray,
+    raise_for_kinds,
+)
 from multibn.communicators.communicator import Forwarding, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
-from multibn.communicators.watchdog import ALIKE
 
 
 class LayerId:
@@ -102,23 +106,23 @@ def look_at_unread() -> None:
 
 
 def handshake(
-    layer: Any, communicator: Any, channel: Channel | None, length: int, call: object
+    layer: Any, communicator: Any, channel: Channel | None, channels: int, call: object
 ) -> tuple[str, GroupState]:
     """The layer's name among these ranks, no other layer's, and what else they know.
 
-    Collective where the layer has not compared itself for messages of this length.
+    Collective where the layer has not compared itself with so many channels.
     """
     known = _known_of(communicator, channel, layer.own_known)
-    # The conversations of a function last as long as a call.
+    # What a function has compared lasts as long as a call.
     names = known.names if layer.built is None else layer.names.setdefault(known, {})
-    key = layer.name, length
+    key = layer.name, channels
     if key not in names:
-        name = _compare(layer, communicator, channel, length, call, known)
+        name = _compare(layer, communicator, channels, call, known)
         known.count += 1
         # About a step's messages: these have long arrived, so that the host waits for none. Not
         # fewer than 8, for a layer that is called several times in a row.
         known.ahead = max(2 * known.count, 8)
-        known.longest = max(known.longest, length)
+        known.longest = max(known.longest, wire.length(channels))
         names[key] = f"{name} {known.count}"
     return names[key], known
 
@@ -130,7 +134,7 @@ def _known_of(communicator: Any, channel: Channel | None, otherwise: GroupState)
         return otherwise
 
 
-def meet(
+def agree(
     communicator: Any,
     kind: str,
     facts: str = "",
@@ -149,55 +153,30 @@ def meet(
     if bare.size == 1:
         return True, mark
     channel = bare.channel if isinstance(bare, ChannelCommunicator) else None
-    known = known or _known_of(bare, channel, GroupState())
-    v = wire.fingerprint(kind + facts)
-    numbers: HostArray = np.zeros(4 if channel is not None else max(known.longest, 4))
-    numbers[-4:] = mark, 0.0, v, v * v  # a layer that refuses its input has NaN where 0 stands
-    summed = bare.allreduce(numbers) if channel is not None else _sum(numbers, bare)
-    if wire.all_equal(summed[-2], summed[-1], bare.size):
-        return True, float(summed[-4])
-    if wire.is_refusal(summed, 2):
-        log_and_raise(
-            RuntimeError,
-            f"rank {bare.rank} cannot go on, in {text or kind}: another rank is in a layer, and "
-            "has refused its input. The error raised there says why.",
-        )
-    check_kind(bare, kind, text or kind)
+    if channel is not None:
+        total = channel.compare(np.array([mark]), kind, facts, text)
+        return total is not None, 0.0 if total is None else float(total[0])
+    known = known or _known_of(bare, None, GroupState())
+    numbers: HostArray = np.zeros(max(known.longest, wire.HEAD + 1))
+    numbers[: wire.HEAD] = wire.head(wire.fingerprint(kind + facts))
+    numbers[wire.HEAD] = mark
+    summed = _sum(numbers, bare)
+    head = summed[: wire.HEAD].tolist()
+    if wire.all_equal(head, bare.size):
+        return True, float(summed[wire.HEAD])
+    raise_for_kinds(bare, kind, text or kind, head)
     return False, 0.0
 
 
-def check_kind(communicator: Any, kind: str, text: str) -> None:
-    """Raise on all ranks if their messages, which differ, are not of one kind. Collective."""
-    kinds, texts = zip(*gather((kind, text), communicator), strict=True)
-    if len({*kinds}) > 1:
-        log_and_raise(
-            RuntimeError, f"the ranks are in different places: {group_ranks_by(texts)}. {ALIKE}"
-        )
-
-
-def _compare(
-    layer: Any,
-    communicator: Any,
-    channel: Channel | None,
-    length: int,
-    call: object,
-    known: GroupState,
-) -> str:
+def _compare(layer: Any, communicator: Any, channels: int, call: object, known: GroupState) -> str:
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     # Ranks without a channel may be threads of one process, which count each other's layers.
-    built = layer.built if channel is not None else None
-    width = wire.num_channels(length)
+    built = layer.built if isinstance(communicator, ChannelCommunicator) else None
     options = layer.texts()
-    options["channels"] = f"{width} channels"
-    facts = f"{_version.__version__} {layer.name} {length} {built} {sorted(options.items())}"
+    options["channels"] = f"{channels} channels"
+    facts = f"{_version.__version__} {layer.name} {channels} {built} {sorted(options.items())}"
     text = f"the first message of {call}"
-    if channel is None:
-        is_alike, _ = meet(communicator, "first message", facts, text=text, known=known)
-    else:
-        v = wire.fingerprint(facts)
-        numbers: HostArray = np.array([v, v * v])
-        summed = channel.sum(numbers, "first message", text, number=FIRST_MESSAGES)
-        is_alike = wire.all_equal(summed[0], summed[1], communicator.size)
+    is_alike, _ = agree(communicator, "first message", facts, text=text, known=known)
     return str(layer.name) if is_alike else explained(layer, communicator, built, options)
 
 

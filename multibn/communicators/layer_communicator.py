@@ -1,10 +1,9 @@
 """The messages of one layer, which tell whether all ranks are in the same layer.
 
 A sum of unlike messages is a silent wrong number where their lengths agree; where not, the sum ends
-the process inside the transport. So a layer's first message has the same length for all layers, and
-compares the layers (see `handshake`); each later message carries a fingerprint of what the
-rank is doing (see `multibn.wire`). All ranks see the same sums, so that all of them turn to ask
-each other in the same moment.
+the process inside the transport. So a layer's first message compares the layers (see `handshake`),
+and the head of each later one has a fingerprint of what the rank is doing (see `multibn.wire`). All
+ranks see the same sum of heads, so that all of them turn to ask each other in the same moment.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +17,24 @@ from multibn import wire
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import nonfinite
-from multibn.communicators.channel import Buffer, Channel, ChannelCommunicator, HostArray
+from multibn.communicators.channel import (
+    Buffer,
+    Channel,
+    ChannelCommunicator,
+    HostArray,
+    raise_for_kinds,
+)
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
-from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
-from multibn.communicators.handshake import GroupState, LayerId, check_kind, explained, handshake
+from multibn.communicators.diagnostics import (
+    ALIKE,
+    alike,
+    display_name,
+    group_ranks_by,
+    log_and_raise,
+)
+from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
 from multibn.communicators.transports.pinned import begin_copy
-from multibn.communicators.watchdog import ALIKE, Watchdog, alike
+from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
 
 MOST_PLANS = 64  # of a layer: more are made anew in time
@@ -142,13 +153,12 @@ class LayerPhase(Forwarding):
     _place: str
     _fingerprint: float
     _buffer: Buffer  # of the channel, from the first message on
-    _payload: HostArray | None = None  # the first numbers of the buffer
+    _payload: HostArray | None = None  # of the buffer
     _watchdog: Watchdog  # of the channel
-    # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
-    # four numbers, memoryviews 0.1.
-    _tail: Any
-    _summed_prints: memoryview
-    _sent_tail: memoryview
+    # The head of the buffer, and what a rank sends there. NumPy takes 1.2 us to copy a few numbers,
+    # memoryviews 0.1.
+    _head: memoryview
+    _sent_head: memoryview
 
     def __init__(
         self,
@@ -165,7 +175,7 @@ class LayerPhase(Forwarding):
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
-        self._num_numbers, self.num_trailer = n, len(wire.trailer(phase, 0.0))
+        self._num_numbers = n
         self._calls = 0
         self._latest = _Latest(self)
         self._pinned: dict[Any, list[Any]] = {}
@@ -180,10 +190,10 @@ class LayerPhase(Forwarding):
         is_ours = self._channel is not None or type(group) is SingleProcess
         self._is_alone = self._size == 1 and is_ours
         self.mark = wire.mark(group.rank)
-        trailer = self._handshake(like) if self._size > 1 else []
-        self._sent_tail = np.array(trailer).data
+        head = self._handshake(like) if self._size > 1 else []
+        self._sent_head = np.array(head).data
         # What all ranks together send, if each sends the same.
-        self._fingerprints = [self._size * v for v in trailer[-2:]]
+        self._expected = [self._size * v for v in head]
 
     def is_over(self, group: Any) -> bool:
         """Whether the messages still go to the ranks of `group`."""
@@ -216,9 +226,7 @@ class LayerPhase(Forwarding):
         dtype = self._dtypes[device]
         if dtype is None:
             return None
-        start = self._num_zeros()
-        length = start + self._num_numbers + self.num_trailer
-        return Message(like.new_empty(length, dtype=dtype), start, self._fingerprint)
+        return Message(like.new_empty(self._length(), dtype=dtype), self._fingerprint)
 
     def allreduce(self, x: Array | Message, /) -> Array:
         """Sum a payload; raise on all ranks if the ranks are in different places.
@@ -229,10 +237,11 @@ class LayerPhase(Forwarding):
         self._calls += 1
         if x is not self._payload:
             return self._allreduce_other(x)
-        self._tail[:] = self._sent_tail
-        self._watchdog.wait(self._buffer.begin, self._place, self._latest)
-        if self._summed_prints.tolist() != self._fingerprints:
-            self.check(self._buffer.memory)
+        self._head[:] = self._sent_head
+        self._watchdog.wait(self._buffer.begin, self._latest)
+        head = self._head.tolist()
+        if head != self._expected:
+            self._raise_for_places(head)
         return x
 
     def _allreduce_other(self, x: Array | Message) -> Array:
@@ -245,12 +254,17 @@ class LayerPhase(Forwarding):
         payload = self.buffer()
         assert payload is not None
         payload[:] = to_host(x)
-        # The caller looks at no numbers on a GPU, and has an error if it refuses its input.
-        is_for_us = not is_on_host(x) and not wire.is_refusal(payload)
+        if self._refuses(payload):
+            self._head[:] = np.array(wire.head(self.mark)).data
+            self._watchdog.wait(self._buffer.begin, self._latest)
+            return x  # the caller has an error
         self.allreduce(payload)
-        if is_for_us and self.name == "forward":
+        if not is_on_host(x) and self.name == "forward":  # the caller looks at no numbers on a GPU
             nonfinite.raise_if_nonfinite(self, self.dtype, payload)
         return from_host(payload.copy(), x)
+
+    def _refuses(self, payload: HostArray) -> bool:
+        return self.name == "forward" and wire.is_refusal(payload)
 
     def __str__(self) -> str:
         return self._call(self._calls)
@@ -260,42 +274,38 @@ class LayerPhase(Forwarding):
         return f"{display_name(self.wrapped.name)} ({self.name}, {self.kind}, call {number})"
 
     def _handshake(self, like: Any) -> list[float]:
-        """Learn that all ranks are in a layer like this one, and what follows each payload.
+        """Learn that all ranks are in a layer like this one, and what stands before each payload.
 
         Collective where that is not known.
         """
-        layer, length = self.wrapped, self._num_numbers + self.num_trailer
+        layer, channels = self.wrapped, wire.num_channels(self.name, self._num_numbers)
         call = self._call(self._calls + 1)
         with on_device_of(like):
-            name, self._known = handshake(layer, self._group, self._channel, length, call)
-        # With the length: layers of one name and unlike widths may meet in a message.
+            name, self._known = handshake(layer, self._group, self._channel, channels, call)
+        # With the width: layers of one name may meet in a message.
         layer_name, _, number = name.rpartition(" ")
-        channels = wire.num_channels(length)
         which = f"{channels} channels, layer {number} by the first call"
         self._place = f"{layer_name} {self.name}: {which}"
         facts = f"{self._place} {self.kind} {self.gradients}"
         if layer.built is None:  # each call of a function has options of its own
             facts += f" {layer.texts()}"
         self._fingerprint = wire.fingerprint(facts)
-        return wire.trailer(self.name, self._fingerprint)
+        return wire.head(self._fingerprint)
 
     def _open(self, number: int) -> HostArray:
         """The payload's memory, for this call. Collective at the first one for this length."""
         assert self._channel is not None
-        n = self._num_numbers
-        self._buffer = self._channel.buffer(n + self.num_trailer, self._call(number))
-        self._watchdog = self._channel.watchdog
-        self._tail = self._buffer.memory[n:].data
-        self._summed_prints = self._tail[-2:]
-        return self._buffer.memory[:n]
+        self._buffer = self._channel.buffer(self._num_numbers, self._call(number))
+        self._watchdog, self._head = self._channel.watchdog, self._buffer.head
+        return self._buffer.payload
 
-    def _num_zeros(self) -> int:
-        """How many zeros stand before a payload that is handed over as an array.
+    def _length(self) -> int:
+        """How many numbers a message has that is handed over as an array.
 
-        Without a channel, messages of unlike lengths would meet in the transport. The zeros make
-        every message as long as the longest that the ranks have agreed on.
+        Without a channel, messages of unlike lengths would meet in the transport. Zeros make every
+        message as long as the longest that the ranks have agreed on.
         """
-        return max(self._known.longest - self._num_numbers - self.num_trailer, 0)
+        return max(self._known.longest, wire.HEAD + self._num_numbers)
 
     def _allreduce_array(self, x: Array | Message) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
@@ -303,21 +313,23 @@ class LayerPhase(Forwarding):
         known = self._known
         if len(known.unread) >= known.ahead:
             known.look(known.ahead - 1)
-        reduce = self._group.allreduce
+        reduce, end = self._group.allreduce, wire.HEAD + self._num_numbers
         if isinstance(x, Message):
-            start, numbers = x.start, x.numbers
+            numbers = x.numbers
             if self._channel is not None:
                 reduce = self._group.allreduce_in_place
         else:
-            start, sent = self._num_zeros(), to_host(x) if on_host else x
-            around = np.zeros(start + self._num_numbers + self.num_trailer)
-            around[-self.num_trailer :] = self._sent_tail
+            sent, around = to_host(x) if on_host else x, np.zeros(self._length())
+            refuses = on_host and self._refuses(sent)
+            around[: wire.HEAD] = wire.head(self.mark) if refuses else self._sent_head
             numbers = from_host(around, sent)
-            numbers[start : -self.num_trailer] = sent
+            numbers[wire.HEAD : end] = sent
         summed = reduce(numbers)
-        payload = summed[start : -self.num_trailer]
+        payload = summed[wire.HEAD : end]
         if on_host:
-            self.check(summed)
+            head = summed[: wire.HEAD].tolist()
+            if head != self._expected and not refuses:
+                self._raise_for_places(head)
             return from_host(payload, x)
         wait = begin_copy(summed, self._pinned)
         if wait is not None:
@@ -325,32 +337,32 @@ class LayerPhase(Forwarding):
             known.unread.append((ref(self), self._calls, wait))
         return payload
 
-    def check(self, summed: HostArray, number: int = 0) -> None:
-        """Raise on all ranks unless the messages that were summed belong together.
+    def check(self, summed: HostArray, number: int) -> None:
+        """Raise on all ranks unless the messages that a GPU has summed in a call belong together.
 
-        The caller looks at the numbers of the latest message, this method at those of an earlier
-        call, which has a `number`.
+        The ranks have gone on since, and may be in the same layer again.
         """
-        is_refused = self.name == "forward" and wire.is_refusal(summed, self.num_trailer)
-        if number and self.name == "forward":
-            payload = summed[-self._num_numbers - self.num_trailer : -self.num_trailer]
-            nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=self._call(number))
-        v, square = summed[-2:].tolist()
-        # The refused input may be of another dtype, which the fingerprint tells.
-        if not wire.all_equal(v, square, self._size) and not is_refused:
-            self._raise_for_places(number)
-
-    def _raise_for_places(self, number: int) -> NoReturn:
-        """Ask each other where the ranks are, and raise on all of them. Collective."""
-        if number:  # the ranks have gone on since, and may be in the same layer again
+        call, head = self._call(number), summed[: wire.HEAD].tolist()
+        if self.name == "forward":
+            payload = summed[wire.HEAD :][: self._num_numbers]
+            nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=call)
+        if not wire.all_equal(head, self._size):
             log_and_raise(
                 RuntimeError,
-                f"the ranks were in different places in an earlier call, {self._call(number)}, on "
+                f"the ranks were in different places in an earlier call, {call}, on "
                 f"rank {self.rank}: another rank was in another layer, in another dtype, in a "
                 f"function with other options, or alone with or without gradients. {ALIKE}",
             )
+
+    def _raise_for_places(self, head: Any) -> NoReturn:
+        """Ask each other where the ranks are, and raise on all of them. Collective.
+
+        `head` is the sum of heads, from which a refusal is known; all ranks see the same.
+        """
         layer = self.wrapped
-        check_kind(layer.wrapped, "layer", str(self))
+        if wire.is_refused(head):
+            nonfinite.raise_for_refusal(self, nonfinite.name_of(self), head[:1])
+        raise_for_kinds(layer.wrapped, "layer", str(self), head)
         which = self._place.rpartition(": ")[2]  # models may have layers of one name
         facts = self.gradients, which.partition(",")[0], which
         calls = f"{self}", *(f"{self}, {fact}" for fact in facts)

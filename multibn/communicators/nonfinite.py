@@ -3,13 +3,13 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from multibn import wire
 from multibn.communicators.channel import HostArray
 from multibn.communicators.communicator import identity
 from multibn.communicators.diagnostics import display_name, log_and_raise
-from multibn.communicators.handshake import meet
+from multibn.communicators.handshake import agree
 
 
 def layer_of(communicator: Any) -> Any:
@@ -49,13 +49,9 @@ def raise_if_nonfinite(
     """
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
     marks = wire.marks(summed)
-    where = _senders(marks, communicator.size)
     if wire.is_refusal(summed):
-        log_and_raise(
-            RuntimeError,
-            f"rank {communicator.rank} cannot go on: the input of {name} was refused on {where}. "
-            "The error raised there says why.",
-        )
+        raise_for_refusal(communicator, name, marks)
+    where = _senders(marks, communicator.size)
     if not marks:
         return
     if not skips(communicator, dtype):
@@ -66,6 +62,16 @@ def raise_if_nonfinite(
         )
     # After a layer that has skipped no moment is finite, but the zeros of a rank without elements.
     _tell_of_skip(communicator, where, may_be_told=len(marks) + 2 == len(summed))
+
+
+def raise_for_refusal(communicator: Any, name: str, marks: list[float]) -> NoReturn:
+    """Raise where the ranks that have sent marks have refused the input of the layer `name`."""
+    where = _senders(marks, communicator.size)
+    log_and_raise(
+        RuntimeError,
+        f"rank {communicator.rank} cannot go on: the input of {name} was refused on {where}. "
+        "The error raised there says why.",
+    )
 
 
 def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:
@@ -104,7 +110,7 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     """
     where = f"the gradient of the output of {name_of(communicator)}"
     own = wire.mark(communicator.rank) if has_nan else 0.0
-    _, mark = meet(communicator, "find_nan", text=f"the search for NaN in {where}", mark=own)
+    _, mark = agree(communicator, "find_nan", text=f"the search for NaN in {where}", mark=own)
     if mark:
         log_and_raise(
             FloatingPointError,

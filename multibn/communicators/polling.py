@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 # Waits so many seconds at most, and says whether the collective is done.
 Poll: TypeAlias = Callable[[float], bool]
@@ -39,18 +39,14 @@ def poll(
     return True
 
 
-def chain(steps: Iterator[Poll], end: Callable[[Any], object] = lambda value: None) -> Poll:
-    """Begins the first of several steps; waits for that one, begins the next, and so on.
+def chain(steps: Iterator[Poll | None]) -> Poll:
+    """Begin the first of several steps; wait for that one, begin the next, and so on.
 
-    `end` is called with what a generator of steps returns.
+    A step is None where nothing is to be waited for.
     """
 
     def begin_next() -> Poll | None:
-        try:
-            return next(steps)
-        except StopIteration as stop:
-            end(stop.value)
-            return None
+        return next(filter(None, steps), None)
 
     pending = begin_next()
 
@@ -64,9 +60,3 @@ def chain(steps: Iterator[Poll], end: Callable[[Any], object] = lambda value: No
         return True
 
     return done
-
-
-def never(seconds: float) -> bool:
-    """Of messages that are unlike, and never meet: the notices will say where the ranks are."""
-    time.sleep(seconds)
-    return False

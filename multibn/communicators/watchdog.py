@@ -1,9 +1,9 @@
 """Waiting for the other ranks: with a deadline, and with a word about who did not come.
 
 A rank that has waited for half a second tells the others in which call it waits, and reads their
-notices. Two ranks that wait in different calls, or for a rank that has left, will never meet: that
-is an error at once. After 20 s a rank says on stderr for whom it waits. Nothing is sent while all
-ranks come in time.
+notices. A rank that waits for one that has left, or that waits for it in another group, will never
+meet that one, which is an error at once. After 20 s a rank says on stderr for whom it waits.
+Nothing is sent while all ranks come in time.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakSet
@@ -28,17 +28,6 @@ _SEARCH = 0.5  # seconds to find out which rank was lost; another rank may have 
 _NAMED = 8  # ranks in an error
 _LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
 
-# The end of an error about ranks that do not meet.
-ALIKE = (
-    "All ranks must run the same layers in the same order, with the same dtype, and none may "
-    "evaluate while others train."
-)
-# The same for ranks of which some compute the gradients of one layer and some of another.
-LEFT_OUT = (
-    "All ranks must run the same layers in the same order, backward, too: where the loss of a rank "
-    "leaves a layer out, add 0 * unused.sum() to that loss, with `unused` the layer's output, or "
-    "call the layer with an empty batch, layer(x[:0]).sum()."
-)
 _BEGIN_ANEW = (
     "Begin anew on all ranks: start the program again, or, over torch.distributed and in a "
     "notebook, call destroy_process_group() and init_process_group() with a new store, for example "
@@ -46,18 +35,13 @@ _BEGIN_ANEW = (
 )
 
 
-def alike(texts: Iterable[str]) -> str:
-    """The end of an error about ranks in different places, of which `texts` tell people."""
-    return LEFT_OUT if all("(backward, " in text for text in texts) else ALIKE
-
-
 class Status(NamedTuple):
     """A word of a rank for the others."""
 
     state: str  # "waits", "looks" for a lost rank, "failed" or "left"
     completed: int  # how many collectives the rank has completed
-    place: str  # where the rank waits, equal on ranks that will meet
-    text: str  # the place for people, or what went wrong
+    group: str  # before the ranks of a group have met: its key
+    text: str  # where the rank waits, for people, or what went wrong
     counts: dict[str, int] = {}  # of a rank that waits: `completed` of each of its groups
 
     def encode(self) -> bytes:
@@ -142,14 +126,14 @@ class Watchdog:
             self._key, self._members = told[0][0], self._peers
         _watchdogs.add(self)
 
-    def wait(self, begin: Callable[[], Poll | None] | None, place: str, text: object) -> None:
+    def wait(self, begin: Callable[[], Poll | None] | None, text: object) -> None:
         """Begin a collective, and return when it is done.
 
-        `place` is equal on ranks that will meet; `str(text)`, the same for people, is computed only
-        where somebody is to read it. Raises TimeoutError at the deadline, ConnectionError
-        if a rank was lost or has left, and RuntimeError if another rank waits in another place, or
-        after an earlier failure. An exception of another kind, KeyboardInterrupt for example, is a
-        failure too: the message stays under way, and later ones would meet it.
+        `str(text)`, which says to people where this rank is, is computed only where somebody is to
+        read it. Raises TimeoutError at the deadline, ConnectionError if a rank was lost or has
+        left, and RuntimeError if another rank waits in another group, or after an earlier failure.
+        An exception of another kind, KeyboardInterrupt for example, is a failure too: the message
+        stays under way, and later ones would meet it.
         """
         if self.failure is not None:
             self.check(text)
@@ -163,7 +147,7 @@ class Watchdog:
             assert begin is not None
             done = begin()
             if done is not None and not done(min(PATIENCE, self.timeout)):
-                self._wait_long(done, place, str(text))
+                self._wait_long(done, str(text))
             self.completed += 1
             self._last, self._last_at = text, time.monotonic()
         except BaseException as error:
@@ -187,28 +171,28 @@ class Watchdog:
         """Tell the others that this process ends, by an `error` or in order."""
         if self.failure is None and self.board is not None:
             if error is None or isinstance(error, SystemExit):
-                self._publish("left", "", str(self._last))
+                self._publish("left", str(self._last))
             else:
                 said = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self._publish("failed", "", f"its program has ended by {said}")
+                self._publish("failed", f"its program has ended by {said}")
             self.board.close()  # after a failure, which may be a broken network, nobody waits
 
-    def _publish(self, state: str, place: str, text: str) -> None:
+    def _publish(self, state: str, text: str) -> None:
         if self.board is not None:
             waits = _watchdogs if state == "waits" else ()
             counts = {watchdog._key: watchdog.completed for watchdog in list(waits)}
-            self.board.publish(Status(state, self.completed, place, text, counts))
+            self.board.publish(Status(state, self.completed, "", text, counts))
         elif self._before and state == "failed":
             members = dict.fromkeys(map(str, self._members), 0)
             self._before.board.publish(Status(state, 0, self._key, text, members))
 
-    def _wait_long(self, done: Poll, place: str, text: str) -> None:
+    def _wait_long(self, done: Poll, text: str) -> None:
         deadline = time.monotonic() + max(self.timeout - PATIENCE, 0.0)
         word_at = deadline - self.timeout + SILENT
-        self._publish("waits", place, text)
+        self._publish("waits", text)
         pause = _FIRST_LOOK
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
-            notices = self.look(place, text)
+            notices = self.look(text)
             if self._before and not self._peers:
                 self._check_before_meeting(self._before, text)
             if time.monotonic() >= deadline:
@@ -250,25 +234,11 @@ class Watchdog:
                     RuntimeError, notice.text if told else f"rank {rank} has failed: {notice.text}"
                 )
 
-    def look(self, place: str, text: str) -> dict[int, Status]:
+    def look(self, text: str) -> dict[int, Status]:
         """The others' notices; raises if one of them says that its rank will not come."""
         _met.add(self._key)
         notices = self._notices()
         self._check_for_end(text, notices)
-        elsewhere = {r: n for r, n in notices.items() if n.place != place}
-        if elsewhere:
-            named = [(self.rank, place, text)]
-            named += [(r, n.place, n.text) for r, n in list(elsewhere.items())[:_NAMED]]
-            # Layers of one name: the place says more.
-            more = any(n.text == text for n in elsewhere.values())
-            each = "; ".join(
-                f"rank {r} is in {its_text}" + f", {its_place.rpartition(': ')[2]}" * more
-                for r, its_place, its_text in named
-            )
-            self._fail(
-                RuntimeError,
-                f"the ranks are in different places: {each}. {alike(t for _, _, t in named)}",
-            )
         self._check_other_groups(text, notices)
         return notices
 
@@ -286,11 +256,11 @@ class Watchdog:
         members = dict.fromkeys(map(str, self._members), 0)
         known.board.publish(Status("waits", 0, self._key, text, members))
         for member, notice in known.board.read().items():
-            crosses = me in notice.counts and notice.place not in _met
-            if member in self._members and (crosses or notice.place == self._key):
+            crosses = me in notice.counts and notice.group not in _met
+            if member in self._members and (crosses or notice.group == self._key):
                 rank = self._members.index(member)
                 if crosses or notice.state == "failed":
-                    _met.add(notice.place)  # the two have failed, and may go on with other groups
+                    _met.add(notice.group)  # the two have failed, and may go on with other groups
                     self._check_for_end(text, {rank: notice})
                     self._fail_between_groups(text, rank, notice.text, len(notice.counts))
 
@@ -311,7 +281,7 @@ class Watchdog:
                     self._fail_between_groups(text, rank, notice.text, other.size)
                 finally:
                     other.failure = self.failure  # the message of that rank stays under way
-                    other._publish("failed", "", str(self.failure))
+                    other._publish("failed", str(self.failure))
 
     def _fail_between_groups(self, text: str, rank: int, its_text: str, its_size: int) -> NoReturn:
         self._fail(
@@ -347,7 +317,7 @@ class Watchdog:
     def _absent(self, notices: dict[int, Status]) -> list[int]:
         here = {self.rank, *notices}
         if self._before and not self._peers:  # the group has no board of its own so far
-            met = {m for m, n in self._before.board.read().items() if n.place == self._key}
+            met = {m for m, n in self._before.board.read().items() if n.group == self._key}
             here |= {r for r, member in enumerate(self._members) if member in met}
         return [r for r in range(self.size) if r not in here]
 
@@ -357,7 +327,7 @@ class Watchdog:
             self._check_for_end(text, {r: n for r, n in self._notices().items() if r in gone})
             self._check_for_end(text, {gone[0]: Status("left", self.completed, "", "")})
         # Alive, with a broken connection: the others need not name this rank.
-        self._publish("looks", "", text)
+        self._publish("looks", text)
         end = time.monotonic() + _SEARCH
         while not lost:
             # A rank may break a connection before its process is seen to end, or say why it ended.
@@ -389,7 +359,7 @@ class Watchdog:
         self.failure = message
         # Before all else: a launcher that sees one process end stops the others at once.
         log_to_stderr(message)
-        self._publish("failed", "", message)
+        self._publish("failed", message)
 
     def _describe(self, text: str, ranks: list[int], how: str = "") -> str:
         # The text of a layer's phase is by now that of the call under way.

@@ -13,7 +13,7 @@ from multibn._platform import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
 from multibn.communicators.communicator import gather
-from multibn.communicators.handshake import look_at_unread, meet
+from multibn.communicators.handshake import agree, look_at_unread
 from multibn.communicators.resolve import default_group
 
 _STATISTICS = "running_", "avg_"  # the beginnings of their names
@@ -76,7 +76,7 @@ def check_equal(
     ]
     copies = [np.zeros(0) if a is None else to_host(a) for a in map(arrays.get, names)]
     digests = [_digest(a.tobytes()) for a in copies]
-    meet(communicator, "check_sync")
+    agree(communicator, "check_sync")
     mine = [_digest("\n".join(texts).encode()) for texts in (described, digests)]
     built, held = zip(*gather(mine, communicator), strict=True)
     if len({*built}) > 1:

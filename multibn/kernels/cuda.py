@@ -25,7 +25,7 @@ from multibn.kernels.reference import parameter_gradients as parameter_gradients
 from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
-from multibn.wire import NO_MARK, Message, backward_payload, forward_payload
+from multibn.wire import HEAD, NO_MARK, Message, backward_payload, forward_payload
 
 if torch.cuda.is_available():
     require_launcher()
@@ -271,8 +271,8 @@ def _message(out: Message | None, like: Tensor, length: int) -> tuple[Tensor, in
     """
     if out is None:
         return like.new_empty(length, dtype=torch.float64), 0, length, number(0.0)
-    numbers, start, fingerprint = out
-    return numbers, start, numbers.shape[0], number(fingerprint)
+    numbers, fingerprint = out
+    return numbers, HEAD, numbers.shape[0], number(fingerprint)
 
 
 def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> None:

@@ -1,11 +1,13 @@
 """Every communicator that the launcher can drive conforms; bad groups are refused."""
 
 import contextlib
+import itertools
 import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from multibn import wire
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import channel as _channel
 from multibn.communicators.watchdog import PATIENCE
+from multibn.engine import consistency
 from tests.communicators import conformance
 from tests.communicators.phases import Phase
 from tests.communicators.transports import standin_cupy
@@ -98,14 +101,15 @@ def _no_shared_memory() -> Iterator[None]:
 def check_shared_memory_is_for_small_arrays(world: Communicator) -> None:
     import torch.distributed as dist
 
-    kinds = []
+    connected = []
     for context in (contextlib.nullcontext(), _no_shared_memory()):
         with context:
             communicator: Any = as_communicator(dist.new_group(list(range(world.size))))
-            for n in (1, 20_000):
+            for n in (1, 200_000):
                 np.testing.assert_array_equal(communicator.allreduce(np.ones(n)), world.size)
-            kinds.append([type(line).__name__ for line in communicator.channel._open.values()])
-    assert kinds == [["SharedAllreduce", "BlockAllreduce"], ["BlockAllreduce", "BlockAllreduce"]]
+                transport = communicator.channel.transport
+                connected.append((transport._machine.is_shared, transport._side._group is not None))
+    assert connected == [(True, False), (True, True), (False, True), (False, True)]
 
 
 def _of_another_backend(size: int) -> Any:
@@ -122,7 +126,7 @@ def _of_another_backend(size: int) -> Any:
 
 
 @only(sizes=(2,), needs=("torch",))  # the answers do not depend on the number of ranks
-def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
+def check_gpu_tensors_go_through_the_channel(world: Communicator) -> None:
     """Over gloo and MPI: no GPU is needed to see the way."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -218,7 +222,7 @@ def _resources() -> tuple[int, int]:
 
 
 def check_any_number_of_widths_takes_no_descriptors_and_threads(world: Communicator) -> None:
-    """Over gloo, one group. Over MPI, each width has a duplicate of 40 kB."""
+    """Nor communicators of MPI, of which a process has some thousands."""
     for context in (contextlib.nullcontext(), _no_shared_memory()):
         with context:
             communicator = fresh(world)
@@ -230,9 +234,7 @@ def check_any_number_of_widths_takes_no_descriptors_and_threads(world: Communica
                 )
                 expected = world.size * np.arange(2.0 * C + 2) + sum(range(world.size))
                 np.testing.assert_array_equal(summed, expected)
-            duplicates = getattr(communicator.channel.transport, "duplicates", [])
             assert _resources() == before
-            assert len(duplicates) in (0, 103)  # any array, first messages, and each width once
 
 
 @only(sizes=(2,))  # the same code for any number of ranks
@@ -254,9 +256,9 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             assert not [key for key in keys if name in key]
         else:
             communicator.mpi_comm.Free()
-            assert not channel.transport.duplicates
+            assert channel.transport.duplicate is None
         with pytest.raises(RuntimeError, match="its process group was destroyed"):
-            channel.sum(np.ones(1), "", "")
+            channel.allreduce(np.ones(1))
         with pytest.raises(RuntimeError, match=r"process group.* was destroyed\. Give the layer"):
             phase.allreduce(phase.of(2 * C + 2).buffer())
         counts.append((*_resources(), len(_channel._channels)))
@@ -302,28 +304,21 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
         assert "for rank(s) [1], which ended or left the group before: rank 1 (mach" in said
 
 
-@only("torchrun", sizes=(2, 3, 4))
-def check_unlike_arrays_are_refused(world: Communicator) -> None:
+@only(sizes=(2, 3, 4))
+def check_unlike_arrays_are_an_error_on_all_ranks(world: Communicator) -> None:
     """Sums of unlike arrays: over gloo itself, the process with the shorter one would end."""
-    for mine in (np.ones(3 + world.rank), np.ones(3, np.float32 if world.rank else np.float64)):
-        said = _said(fresh(world), mine, world)
-        assert "the ranks are in different places: rank " in said
-        assert "is in a sum of float64 numbers of shape (3,)" in said
-
-
-@only("torchrun", sizes=(2,))
-def check_a_large_array_on_one_rank_alone_is_told_at_once(world: Communicator) -> None:
-    """Its line is opened in the wait of the sum, which has a place."""
-    for context in (contextlib.nullcontext(), _no_shared_memory()):
-        with context:
-            communicator = fresh(world)
-            communicator.channel.watchdog.timeout = 30.0
-            communicator.allreduce(np.ones(1))
-            begun = time.monotonic()
-            said = _said(communicator, np.ones(1 if world.rank else 20000), world)
-        assert "the ranks are in different places: rank " in said
-        assert "is in a sum of float64 numbers of shape (20000,)" in said
-        assert time.monotonic() - begun < 20
+    ones = np.ones(3)
+    others = [np.ones(n) for n in (4, 20_000, 200_000)]
+    for other in (*others, np.ones(3, "float32"), ones[:, None]):
+        for context in (contextlib.nullcontext(), _no_shared_memory()):
+            with context:
+                communicator = fresh(world)
+                for _ in range(2):  # the group stays of use
+                    np.testing.assert_array_equal(communicator.allreduce(ones), world.size * ones)
+                    with pytest.raises(RuntimeError, match="different places: rank") as raised:
+                        communicator.allreduce(other if world.rank == 1 else ones)
+                    said = str(raised.value)
+                    assert "in a sum of float64 numbers of shape (3,); rank(s) [1] in a" in said
 
 
 @only("torchrun", sizes=(2,))
@@ -339,23 +334,49 @@ def check_new_groups_in_opposite_orders_are_told_at_once(world: Communicator) ->
 
 
 @only(sizes=(2, 3, 4))
-def check_messages_of_unlike_widths_are_told_apart(world: Communicator) -> None:
-    """Their lines are others: the lines find two ranks that wait in different places."""
-    which = r"(?=.*, 40 channels, layer 1 by the first call)(?=.*, 60 channels, layer 2 by)"
-    for names, told in (
-        (("narrow", "wide"), ".* in (narrow|wide) .*call 3"),
-        (("bn", "bn"), which),
-    ):
+def check_messages_of_unlike_widths_are_told_apart_at_once(world: Communicator) -> None:
+    """Of layers of one name, too, and of layers with a rest; and all ranks go on."""
+    for names, widths in itertools.product(("ab", ("bn", "bn")), ((40, 60), (40, 400), (300, 400))):
         communicator = fresh(world)
-        narrow, wide = (Phase(communicator, name) for name in names)
-        for _ in range(2):
-            for phase, C in ((narrow, 40), (wide, 60)):
+        layers = [(Phase(communicator, name), C) for name, C in zip(names, widths, strict=True)]
+        for _ in range(60):
+            for phase, C in layers:
                 np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
-        for said in (f"different places: {told}", "cannot communicate any more.* Begin anew on al"):
-            with pytest.raises(RuntimeError, match=said):
-                narrow.allreduce(np.ones(82)) if world.rank == 0 else wide.allreduce(np.ones(122))
-        world.allreduce(np.ones(1))
-        communicator.channel.abandon()
+        for _ in range(2):
+            phase, C = layers[world.rank == 1]
+            begun = time.monotonic()
+            with pytest.raises(RuntimeError, match="the ranks are in different places: ") as raised:
+                phase.allreduce(np.ones(2 * C + 2))
+            assert time.monotonic() - begun < PATIENCE
+            told = [f"{name} (forward, float32, call" for name in names]
+            if names[0] == names[1]:
+                told = [f", {C} channels" for C in widths]
+            assert all(text in str(raised.value) for text in told), raised.value
+            for phase, C in layers:
+                np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
+
+
+@only(sizes=(2, 3, 4))
+def check_a_refused_input_is_told_in_any_message(world: Communicator) -> None:
+    communicator = fresh(world)
+    layers = [Phase(communicator, f"bn{C}") for C in (3, 5)]
+    for phase, C in zip(layers, (3, 5), strict=True):
+        phase.allreduce(np.ones(2 * C + 2))
+    check_sync = partial(consistency.check_equal, {}, communicator)
+    others: list[tuple[Callable[[], object], str]] = [
+        (lambda: layers[1].allreduce(np.ones(12)), "the input of bn5 was refused on rank(s) [1]"),
+        (lambda: layers[0].allreduce(np.ones(8)), "the input of bn3 was refused on rank(s) [1]"),
+        (lambda: communicator.allreduce(np.ones(1)), "in a sum of float64 numbers of shape (1,)"),
+        (check_sync, "in check_sync: another rank is in a layer"),
+        (lambda: Phase(communicator, "new").allreduce(np.ones(8)), "in the first message of new"),
+    ]
+    for send, told in others:
+        if world.rank == 1:
+            layers[0].allreduce(np.full(8, np.nan))  # the rank that refuses has an error of its own
+        else:
+            with pytest.raises(RuntimeError, match="cannot go on") as raised:
+                send()
+            assert told in str(raised.value)
 
 
 def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:

@@ -139,7 +139,7 @@ def check_layers_of_equal_groups_share_one_communicator(world: Communicator) -> 
     alone = world.size == 1
     names = world.size * len('"machine 0"')
     assert forward == ([] if alone else [world.size, names, *[2 * C + 4] * 20])
-    assert backward == ([] if alone else [2 * C + 4] * 20)
+    assert backward == ([] if alone else [2 * C + 2] * 20)
     assert counting.take() == []
     assert counting.num_splits == (k < world.size)  # one machine is no reason to split
 

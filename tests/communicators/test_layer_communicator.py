@@ -1,4 +1,4 @@
-"""What a layer's messages tell over communicators that have no lines: a user's own, and GPUs'."""
+"""What a layer's messages tell over communicators that have no channel: a user's own, and GPUs'."""
 
 import contextlib
 import gc
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, wire
-from multibn.communicators.handshake import meet
+from multibn.communicators.handshake import agree
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.transports.pinned import begin_copy
@@ -118,7 +118,7 @@ class _Own:
 @pytest.mark.parametrize(
     "other, named",
     [
-        (lambda own: meet(own, "average_gradients", "a"), "average_gradients"),
+        (lambda own: agree(own, "average_gradients", "a"), "average_gradients"),
         (lambda own: raise_for_nan_gradients(own, True), "the search for NaN in the gradient"),
         (lambda own: check_equal({"w": np.ones(1)}, own), "check_sync"),
         (lambda own: Phase(own, "new").allreduce(np.ones(4)), "the first message of new"),
@@ -151,13 +151,49 @@ def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
         phase.allreduce(np.ones(LENGTH))
         if world.rank:
             with pytest.raises(RuntimeError) as raised:
-                meet(own, "average_gradients")
+                agree(own, "average_gradients")
             return str(raised.value)
         phase.allreduce(np.full(LENGTH, np.nan))  # the rank that refuses raises by itself
         return ""
 
     error = run_ranks(2, work)[1]
     assert error.startswith("rank 1 cannot go on, in average_gradients: another rank is in a layer")
+
+
+def test_a_refused_input_meets_a_layer_of_another_width() -> None:
+    def work(world: ThreadCommunicator) -> str:
+        own: Any = _Own(world)
+        phases = [Phase(own, f"bn{n}") for n in (0, 1)]
+        for n, phase in enumerate(phases):
+            phase.allreduce(np.ones(LENGTH + 2 * n))
+        if world.rank:
+            phases[0].allreduce(np.full(LENGTH, np.nan))
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            phases[1].allreduce(np.ones(LENGTH + 2))
+        return str(raised.value)
+
+    assert run_ranks(2, work)[0].startswith(
+        "rank 0 cannot go on: the input of bn1 was refused on rank(s) [1] of 2. The error raised"
+    )
+
+
+@pytest.mark.parametrize(
+    "phase, end",
+    [
+        ("backward", "or call the layer with an empty batch, layer(x[:0]).sum()."),
+        ("forward", "and none may evaluate while others train."),
+    ],
+)
+def test_a_loss_that_leaves_a_layer_out_is_named_as_the_cause(phase: str, end: str) -> None:
+    def work(world: ThreadCommunicator) -> None:
+        layers = [Phase(world, name, phase) for name in "ab"]
+        for layer in layers:
+            layer.allreduce(np.ones(LENGTH))
+        layers[world.rank].allreduce(np.ones(LENGTH))
+
+    for error in _errors(2, work):
+        assert str(error).endswith(end)
 
 
 def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None:
@@ -461,11 +497,29 @@ def test_a_common_factor_of_the_weights_changes_nothing(scale: float) -> None:
         assert batch.count == 4
 
 
-def test_messages_of_both_phases_have_one_length() -> None:
-    assert wire.length(C) == 2 * C + 4
-    for phase, payload in (("forward", 2 * C + 2), ("backward", 2 * C)):
-        assert payload + len(wire.trailer(phase, 7.0)) == wire.length(C)
-    assert wire.num_channels(wire.length(C)) == C
+def test_the_layout_of_messages() -> None:
+    assert wire.length(C) == wire.HEAD + wire.forward_payload(C) == 2 * C + 4
+    assert wire.num_channels("forward", wire.forward_payload(C)) == C
+    assert wire.num_channels("backward", wire.backward_payload(C)) == C
+
+
+@pytest.mark.parametrize("size", [1, 3, 8192])
+def test_the_sum_of_heads_tells_unlike_ranks_and_those_that_refuse(size: int) -> None:
+    most = 2.0**20 - 1
+    for v in (0.0, 1.0, most):
+        total = size * np.array(wire.head(v))
+        assert wire.all_equal(total.tolist(), size)
+        for other in {1.0, most - 1} - {v}:
+            unlike = total - wire.head(v) + wire.head(other)
+            assert wire.all_equal(unlike.tolist(), size) == (size == 1)
+            assert not wire.is_refused(unlike.tolist())
+        for mark in (wire.mark(0), wire.mark(49), wire.NO_MARK):
+            refused = (total + wire.head(mark)).tolist()
+            assert wire.is_refused(refused)
+            assert not wire.all_equal(refused, size)
+            assert wire.marked(refused[:1]) == [
+                rank for rank in range(50) if wire.mark(rank) == mark
+            ]
 
 
 def test_the_ranks_that_have_sent_marks_are_read_from_the_sum_with_all_finite_numbers() -> None:

@@ -44,9 +44,8 @@ def check_a_layer_sends_one_message_each_way(world: Communicator) -> None:
         lambda: layer.eval()(x).sum().backward(),
         lambda: untracked.eval()(x).sum().backward(),
     )
-    assert found == [[2 * C + 4]] * 7 + [[], []]
-    # They compare layers: 3 facts, and the squares of their fingerprints.
-    assert counting.first_messages == [2, 2]
+    assert found == [[2 * C + 4], [2 * C + 2]] * 3 + [[2 * C + 4], [], []]
+    assert counting.first_messages == [3, 3]
 
 
 def check_a_link_sends_one_message_each_way(world: Communicator) -> None:
@@ -56,5 +55,5 @@ def check_a_link_sends_one_message_each_way(world: Communicator) -> None:
     step = [lambda: ys.append(link(x)), lambda: chainer.functions.sum(ys[-1]).backward()]
     with chainer.using_config("train", False):
         assert _messages(counting, lambda: link(x)) == [[]]
-    assert _messages(counting, *step * 3) == [[2 * C + 4]] * 6
-    assert counting.first_messages == [2]
+    assert _messages(counting, *step * 3) == [[2 * C + 4], [2 * C + 2]] * 3
+    assert counting.first_messages == [3]

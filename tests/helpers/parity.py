@@ -22,7 +22,8 @@ def errors(surface: str, case: Case, communicator: Communicator) -> list[Error]:
         # Of float64, a mean far from 0 is taken by a second message forward.
         is_far = case.dtype == "float64" and case.mean > 100 * case.std
         again = surface == "chainer" and case.recompute  # by F.forget, which keeps no statistics
-        step = [wire.length(CHANNELS)] * (2 + is_far + again) + [CHANNELS] * 2
+        n = wire.length(CHANNELS)
+        step = [n] * (1 + is_far + again) + [wire.HEAD + 2 * CHANNELS] + [CHANNELS] * 2
         assert counting.take() == step * case.steps
     assert arrays["0/y"].dtype == arrays["0/dx"].dtype == np.dtype(case.dtype)
     found = compare(surface, case, arrays, communicator.rank, communicator.size)

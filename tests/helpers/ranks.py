@@ -9,14 +9,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from multibn import wire
 from multibn._typing import Array
-from multibn.communicators.channel import (
-    FIRST_MESSAGES,
-    Buffer,
-    Channel,
-    ChannelCommunicator,
-    HostArray,
-)
+from multibn.communicators.channel import Buffer, Channel, ChannelCommunicator, HostArray
 from multibn.communicators.communicator import Communicator
 from multibn.communicators.polling import Poll
 
@@ -124,27 +119,28 @@ class CountingCommunicator(ChannelCommunicator):
 
 
 class _CountingChannel:
-    """The lines of the inner communicator. Layers compare themselves anew over these."""
+    """The channel of the inner communicator. Layers compare themselves anew over this one."""
 
     def __init__(self, inner: Channel, counting: CountingCommunicator) -> None:
         self._inner, self._counting = inner, counting
         self.size, self.watchdog = inner.size, inner.watchdog
 
-    def sum(self, a: HostArray, *arguments: Any, **options: Any) -> HostArray:
-        is_first = options.get("number") == FIRST_MESSAGES
-        counting = self._counting
-        (counting.first_messages if is_first else counting.messages).append(a.size)
-        return self._inner.sum(a, *arguments, **options)
+    def compare(self, a: HostArray, kind: str, *facts: str) -> HostArray | None:
+        if kind == "first message":
+            self._counting.first_messages.append(wire.HEAD + a.size)
+        else:
+            self._counting.messages.append(a.size)
+        return self._inner.compare(a, kind, *facts)
 
-    def buffer(self, length: int, text: object) -> Buffer:
-        inner = self._inner.buffer(length, text)
+    def buffer(self, n: int, text: object) -> Buffer:
+        inner = self._inner.buffer(n, text)
 
         def begin() -> Poll | None:
             assert inner.begin is not None
-            self._counting.messages.append(length)
+            self._counting.messages.append(wire.HEAD + n)
             return inner.begin()
 
-        return Buffer(inner.memory, begin)
+        return Buffer(inner.head, inner.payload, begin)
 
 
 def errors_of_rank_0(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
 from multibn.kernels import Gradient, NormArgs, Running, cuda, reference
-from multibn.wire import Message, trailer
+from multibn.wire import Message, head
 from tests.kernels.passes import (
     AXIS,
     DEVICE,
@@ -157,10 +157,10 @@ def test_padding_counts_for_nothing(order: Any, monkeypatch: pytest.MonkeyPatch)
     assert cuda.begin_forward(i, 0 * count, 0 * count).tolist() == [0] * 10
 
 
-@pytest.mark.parametrize("start", [0, 3, 2000])
+@pytest.mark.parametrize("room", [0, 3, 2000])
 @pytest.mark.parametrize("file", [cuda, reference], ids=["cuda", "reference"])
-def test_a_message_may_have_memory_of_its_own(start: int, file: Any, launched: list[str]) -> None:
-    """Zeros before the payload, the payload, zeros and the fingerprint after the payload."""
+def test_a_message_may_have_memory_of_its_own(room: int, file: Any, launched: list[str]) -> None:
+    """The head, the payload, and zeros."""
     i, dy = layer((2, 5, 3, 3))
 
     def written(phase: str, out: Message | None = None) -> Any:
@@ -171,9 +171,9 @@ def test_a_message_may_have_memory_of_its_own(start: int, file: Any, launched: l
     for phase, n in (("forward", 12), ("backward", 10)):
         payload = written(phase).tolist()
         assert len(payload) == n
-        right = start * [0] + payload + trailer(phase, 7.0)
+        right = head(7.0) + payload + room * [0]
         numbers = torch.full((len(right),), math.nan, dtype=torch.float64).to(DEVICE)
-        message = Message(numbers, start, 7.0)
+        message = Message(numbers, 7.0)
         assert written(phase, message) is message
         assert numbers.tolist() == right
     assert (launched == []) is (file is reference)

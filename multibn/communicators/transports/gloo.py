@@ -1,14 +1,9 @@
-"""Messages over an engine of torch's: a gloo group of multibn's own, beside the user's group.
-
-gloo ends the process where messages of unlike lengths meet. So every message begins with a part of
-one length for all: a fingerprint of the message's kind, dtype and shape, and as much of the message
-as has room. Only where the fingerprints of all ranks agree does the rest follow.
-"""
+"""Messages over an engine of torch's: a gloo group of multibn's own, beside the user's group."""
 
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,52 +12,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from multibn import wire
 from multibn.communicators.channel import HostArray
-from multibn.communicators.polling import Poll, chain, never, poll
+from multibn.communicators.polling import Poll, chain, poll
 from multibn.communicators.watchdog import check_timeout
 
-_ROOM = 516  # numbers of a message in its first part: the moments of 256 channels and fingerprints
+BLOCK = 518  # numbers of a message's first part: the moments of 256 channels and the head
 _SLICE = 0.05  # seconds; after each wait of this length, Python looks for signals
 _AFTER = 60.0  # seconds that gloo waits longer than multibn, which knows more words
 # The dtypes of NumPy that gloo can sum; other whole numbers travel as int64.
 _SUMMABLE = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
 
+# Begins to sum a vector over the ranks, in place.
 Start: TypeAlias = Callable[[HostArray], Poll]
 
 
-class BlockAllreduce:
-    """An allreduce by an engine whose sums must be of one length on all ranks.
-
-    `start` begins to sum a vector over the `size` ranks, in place.
-    """
-
-    def __init__(self, number: int, size: int, start: Start) -> None:
-        self._number, self._size, self._start = number, size, start
-        self._first = np.zeros(2 + _ROOM)
-
-    def begin(self, a: HostArray) -> Poll:
-        return chain(self._parts(a))
-
-    def _parts(self, a: HostArray) -> Iterator[Poll]:
-        kind = wire.fingerprint(f"{self._number} {a.dtype} {a.shape}")
-        flat, first = a.reshape(-1), self._first
-        here = flat[: _ROOM if a.dtype == np.float64 else 0]
-        first[:2] = kind, kind * kind
-        first[2:] = 0.0
-        first[2 : 2 + here.size] = here
-        yield self._start(first)
-        while not wire.all_equal(first[0], first[1], self._size):
-            yield never
-        here[:] = first[2 : 2 + here.size]
-        if here.size < flat.size:
-            rest = flat[here.size :]
-            parts = rest.view(rest.real.dtype) if np.iscomplexobj(rest) else rest
-            is_summable = parts.dtype.name in _SUMMABLE
-            sent = parts if is_summable else parts.astype(np.int64, casting="same_kind")
-            yield self._start(sent)
-            if sent is not parts:
-                parts[:] = sent.astype(parts.dtype)
+def sum_any(a: HostArray, start: Start) -> Iterator[Poll]:
+    """Sum a vector of any dtype in place, by what sums those that gloo knows."""
+    parts = a.view(a.real.dtype) if np.iscomplexobj(a) else a
+    is_summable = parts.dtype.name in _SUMMABLE
+    sent = parts if is_summable else parts.astype(np.int64, casting="same_kind")
+    yield start(sent)
+    if sent is not parts:
+        parts[:] = sent.astype(parts.dtype)
 
 
 class PrivateGloo:
@@ -79,8 +50,8 @@ class PrivateGloo:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def open_allreduce(self, number: int) -> Generator[Poll, None, BlockAllreduce]:
-        """As `Transport.open_line`."""
+    def connect(self) -> Iterator[Poll]:
+        """Connect the ranks, unless they are connected. Collective."""
         if self._thread is None:
             # Connecting waits for the other ranks without a deadline of multibn's.
             self._thread = threading.Thread(target=self._connect, daemon=True, name="multibn-gloo")
@@ -89,7 +60,6 @@ class PrivateGloo:
         yield partial(poll, lambda: not is_alive())
         if self._error is not None:
             raise RuntimeError(f"no connection over gloo: {self._error}") from self._error
-        return BlockAllreduce(number, self._size, self._begin)
 
     def close(self, *, failed: bool) -> None:
         """End the group.
@@ -110,7 +80,8 @@ class PrivateGloo:
         except Exception as error:
             self._error = error
 
-    def _begin(self, a: HostArray) -> Poll:
+    def start(self, a: HostArray) -> Poll:
+        """Begin to sum a vector in place."""
         # Kept until the next message: to free memory of Python's, gloo's thread would need Python's
         # lock, perhaps while this thread waits for the end of that one.
         self._sent = torch.from_numpy(a)

@@ -4,12 +4,15 @@ mpi4py is imported, and MPI thereby initialised, at the first use of a communica
 """
 
 import sys
-from collections.abc import Generator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from multibn.communicators.channel import (
+    Begin,
     Channel,
     ChannelCommunicator,
     HostArray,
@@ -25,14 +28,15 @@ from multibn.communicators.watchdog import Status, StatusBoard
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
+_BLOCK = 260  # numbers of a message's first part: the moments of 128 channels
 _LOOKS = 20  # of some 0.2 us each, before a rank waits
-_OFTEN = 50  # messages after which one length is worth a persistent request
+_OFTEN = 50  # messages after which the block is worth a persistent request
 
 
 class MPI(ChannelCommunicator):
     """The processes of an mpi4py communicator.
 
-    Messages travel in duplicates of the communicator, so that no message of the program can be
+    Messages travel in a duplicate of the communicator, so that no message of the program can be
     taken for one of multibn's. Arrays on a GPU go through host memory.
 
     Parameters
@@ -146,15 +150,26 @@ def _restore(world_ranks: tuple[int, ...] | None) -> MPI:
 
 
 class _Transport(Transport):
-    """Duplicates of an mpi4py communicator, out of reach of the program's other messages."""
+    """A duplicate of an mpi4py communicator, out of reach of the program's other messages.
+
+    The block has a persistent request where MPI knows such (since 4.0): making a new request takes
+    half of the time of a small message. A group of few messages has none, since Open MPI 5.0 never
+    frees the working memory of such a request: groups made and destroyed again and again would add
+    up.
+    """
 
     def __init__(self, comm: "Comm") -> None:
         self.rank, self.size = comm.rank, comm.size
-        self.duplicates: list[Comm] = []
-        self.requests: list[Any] = []  # persistent ones
+        self.block = np.zeros(_BLOCK)
+        self.duplicate: Comm | None = None
         self._comm = comm
+        self._num_begun = 0  # messages
+        self._request: Any = None  # the persistent one
+        self._done: Any = None  # of that request
+        self._offers = spin_seconds()
         from mpi4py import MPI as mpi
 
+        self._in_place: Any = mpi.IN_PLACE
         if self.size == mpi.COMM_WORLD.size == 1 and comm != mpi.COMM_SELF:
             warn_if_launched(
                 "MPI.COMM_WORLD has 1 process",
@@ -162,17 +177,18 @@ class _Transport(Transport):
                 "srun --mpi=pmix",
             )
 
-    def open_allreduce(
-        self, number: int, buffer: HostArray | None
-    ) -> "Generator[Poll, None, _Allreduce]":
-        # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.
-        source = self.duplicates[0] if self.duplicates else self._comm
-        duplicate, request = source.Idup()
-        self.duplicates.append(duplicate)
+    def open(self) -> "Iterator[Poll]":
+        duplicate, request = self._comm.Idup()
+        self.duplicate = duplicate
         yield partial(poll, request.Test)
         # Collectives and point-to-point messages of one communicator do not meet.
-        self.board = self.board or _Board(duplicate)
-        return _Allreduce(duplicate, buffer, self.requests)
+        self.board = _Board(duplicate)
+
+    def prepare_block(self, n: int) -> Begin:
+        return self._begin_block
+
+    def prepare(self, a: HostArray) -> Begin:
+        return partial(self._begin, a)
 
     def end(self, *, failed: bool) -> None:
         # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be
@@ -185,50 +201,36 @@ class _Transport(Transport):
             mpi.COMM_WORLD.Abort(1)
 
     def free(self) -> None:
-        for each in (*self.requests, *reversed(self.duplicates)):
-            each.Free()
-        self.requests, self.duplicates = [], []
+        for each in (self._request, self.duplicate):
+            if each is not None:
+                each.Free()
+        self._request = self.duplicate = None
 
+    def _begin_block(self) -> Poll | None:
+        if self._request is None:
+            self._num_begun += 1  # equal on all ranks: they begin every message here
+            if self._num_begun < _OFTEN:
+                return self._begin(self.block)
+            if self._num_begun > _OFTEN or not self._keep_request():
+                return self._begin(self.block)
+        self._request.Start()
+        for _ in range(_LOOKS):
+            if self._request.Test():
+                return None
+        return cast(Poll, self._done)
 
-class _Allreduce:
-    """A duplicate of the communicator.
-
-    Messages that are sent often from one buffer have a persistent request where MPI knows such
-    (since 4.0): making a new request takes half of the time of a small message. Lengths of few
-    messages have none, since Open MPI 5.0 never frees the working memory of such a request, which
-    is as long as the message: groups made and destroyed again and again would add up.
-    """
-
-    def __init__(self, comm: "Comm", buffer: HostArray | None, requests: list[Any]) -> None:
-        self._requests = requests
-        self._comm = comm
-        self._buffer = buffer
-        self._num_begun = 0
-        self._request: Any = None
-        self._done: Any = None  # of the persistent request
-        from mpi4py import MPI as mpi
-
-        self._in_place: Any = mpi.IN_PLACE
-        self._offers = spin_seconds()
-
-    def begin(self, a: HostArray) -> Poll | None:
-        self._num_begun += 1
-        if self._num_begun == _OFTEN and self._buffer is not None:
-            self._keep_request(self._buffer)  # collective: all ranks have begun as many
-        if a is self._buffer and self._request is not None:
-            self._request.Start()
-            for _ in range(_LOOKS):
-                if self._request.Test():
-                    return None
-            return self._done
-        request = self._comm.Iallreduce(self._in_place, a)
-        return partial(poll, request.Test, offers=self._offers)
-
-    def _keep_request(self, buffer: HostArray) -> None:
+    def _keep_request(self) -> bool:
+        """Whether the block has a persistent request from now on."""
+        assert self.duplicate is not None
         with suppress(NotImplementedError):
-            self._request = self._comm.Allreduce_init(self._in_place, buffer)
-            self._requests.append(self._request)
+            self._request = self.duplicate.Allreduce_init(self._in_place, self.block)
             self._done = partial(poll, self._request.Test, offers=self._offers)
+        return self._request is not None
+
+    def _begin(self, a: HostArray) -> Poll:
+        assert self.duplicate is not None
+        request = self.duplicate.Iallreduce(self._in_place, a)
+        return partial(poll, request.Test, offers=self._offers)
 
 
 class _Board(StatusBoard):

@@ -6,7 +6,9 @@ they are on one machine. The memory is a memfd: without a name in a file system,
 last process that has it.
 
 Each rank writes its numbers into a slot of its own, and adds all slots in the order of the ranks,
-so that the sum has the same bits on all of them.
+so that the sum has the same bits on all of them. A gate counts the ranks that have come to a
+message. Messages with even and with odd numbers have slots of their own: when a rank begins a
+message, all ranks have read the message before the last.
 """
 
 import json
@@ -14,17 +16,16 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from multibn import wire
 from multibn._platform import pid_space, process_state
-from multibn.communicators.channel import HostArray, spin_seconds
-from multibn.communicators.polling import Poll, never, poll
+from multibn.communicators.channel import Begin, HostArray, spin_seconds
+from multibn.communicators.polling import Poll, poll
 from multibn.communicators.watchdog import RankLostError
 
 try:
@@ -33,13 +34,12 @@ except ImportError:  # built without a C compiler
     core = None  # type: ignore[assignment]
 
 _NUMBER = 8  # bytes of a float64
-SMALL = 2**16  # bytes: each rank reads what all ranks write, and an engine is better at more
+# Numbers of a message's first part: each rank reads what all ranks write, and an engine is better
+# at more. Memory that nobody has written to is not used.
+ROOM = 2**16
+_SLOT = _NUMBER * (ROOM + 8)  # bytes; slots that begin in the same lines of caches would push
 _GATE = 256  # bytes, see _shared_memory.c
-_HEAD = 8  # numbers before those of an array of any kind: a cache line
 _LOOK = 0.02  # seconds between two looks at whether the other processes live
-# Numbers that a rank may have in all messages of a group together. Addresses are reserved for so
-# many; memory that nobody has written to is not used.
-_NUMBERS = 2**20
 _TRIAL = 2**16  # bytes that must be had before the others are told of the memory
 
 
@@ -50,66 +50,65 @@ class SharedMemory:
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self.rank, self.size = store, rank, size
+        self._store, self.rank, self._size = store, rank, size
         self._memory: mmap.mmap | None = None
+        self._slots: Any = None  # of shape (2, ranks, bytes)
         self._pids: list[int] = []  # of all ranks, when they have met
-        self._gates: list[int] = []  # of each rank, open when that has left
-        self._used = 0  # bytes of the memory
+        self._leaving: list[int] = []  # gates of each rank, open when that has left
+        self._yielding = spin_seconds(size)
+        self._begun = 0  # messages
+        self._waited = 0.0  # seconds, in this message
 
-    def open_allreduce(
-        self, number: int, buffer: HostArray | None
-    ) -> Generator[Poll, None, "SharedAllreduce | None"]:
-        """As `Transport.open_line`; None if the ranks share no memory, or if that is full."""
-        if not self._pids:
-            yield from self._meet()
-        length = SMALL // _NUMBER + _HEAD if buffer is None else buffer.size
-        length = -(-length // _HEAD) * _HEAD
-        start, nbytes = self._used, _GATE + 2 * self.size * length * _NUMBER
-        if self._memory is None or start + nbytes > len(self._memory):
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks, which have met, share memory."""
+        return self._memory is not None
+
+    def prepare(self, a: HostArray) -> Begin | None:
+        """What sums `a` over the ranks, in place; None for one that has no room here.
+
+        Ranks may come with unlike lengths, and the sum is wrong then.
+        """
+        if self._memory is None or a.nbytes > _SLOT:
             return None
-        self._used += nbytes
-        gate = np.ndarray(_GATE, np.uint8, self._memory, start)
-        slots = np.ndarray((2, self.size, length), np.float64, self._memory, start + _GATE)
-        allreduce = SharedAllreduce(number, self, gate, slots, buffer)
-        yield from allreduce.meet()
-        return allreduce
+        return partial(self._begin, a, a.ctypes.data, a.nbytes, a.size)
 
     def close(self, *, goodbye: bool) -> None:
         """Let go of the memory; `goodbye` tells those who wait that this rank will not come."""
         if goodbye and self._memory is not None:
-            gate = self._gates[self.rank]
+            gate = self._leaving[self.rank]
             core.arrive(gate, 1, gate, gate, 0)
-        self._memory = self._store = None
+        self._memory = self._slots = self._store = None
 
     def find_missing(self) -> RankLostError | None:
         """The error to raise if a rank has left, or its process has ended."""
-        for rank, (pid, gate) in enumerate(zip(self._pids, self._gates, strict=True)):
+        for rank, (pid, gate) in enumerate(zip(self._pids, self._leaving, strict=True)):
             if core.wait(gate, 1, 0.0, 0.0):
                 return RankLostError(rank, has_left=True)
             if not process_state(pid):
                 return RankLostError(rank)
         return None
 
-    def _meet(self) -> Iterator[Poll]:
-        """Ends when all ranks have met."""
+    def meet(self) -> Iterator[Poll]:
+        """End when all ranks have met, and know whether they share memory. Collective."""
         shares = why_not() is None
         with ExitStack() as stack:  # until all ranks have tried to open the memory
             if self.rank == 0:
                 offer: dict[str, Any] = {}
                 if shares:
                     with suppress(OSError):
-                        nbytes = (2 * _NUMBER * _NUMBERS + _GATE) * self.size
+                        nbytes = _GATE * (self._size + 1) + 2 * _SLOT * self._size
                         offer, self._memory = stack.enter_context(_offered(nbytes))
                 self._store.set("offer", json.dumps(offer))
             else:
                 yield self._until("offer")
                 if shares:
                     self._memory = _opened(json.loads(self._store.get("offer")))
-            keys = [f"rank {rank}" for rank in range(self.size)]
+            keys = [f"rank {rank}" for rank in range(self._size)]
             mine = self._memory is not None, pid_space(), os.getpid()
             self._store.set(keys[self.rank], json.dumps(mine))
             # While ranks are late, one key says so, and not as many as there are ranks.
-            if self._store.add("number of ranks", 1) == self.size:
+            if self._store.add("number of ranks", 1) == self._size:
                 self._store.set("all ranks", "")
             yield self._until("all ranks")
         ranks = [json.loads(text) for text in self._store.multi_get(keys)]
@@ -120,13 +119,53 @@ class SharedMemory:
         if not all(opened for opened, _, _ in ranks):
             self._memory = None
         if self._memory is not None:
-            gates = np.ndarray((self.size, _GATE), np.uint8, self._memory)
-            self._gates = [gate.ctypes.data for gate in gates]
-            self._used = gates.size
+            gates = np.ndarray((self._size + 1, _GATE), np.uint8, self._memory)
+            self._gate, *self._leaving = (gate.ctypes.data for gate in gates)
+            shape = 2, self._size, _SLOT
+            self._slots = np.ndarray(shape, np.uint8, self._memory, gates.size)
+            self._slots_at = [slots.ctypes.data for slots in self._slots]
 
     def _until(self, key: str) -> Poll:
         """Waits for a key of the store."""
         return partial(poll, lambda: self._store.check([key]), begun=time.monotonic(), longest=0.1)
+
+    def _begin(self, a: HostArray, at: int, nbytes: int, n: int) -> Poll | None:
+        self._begun += 1
+        self._waited = 0.0
+        slots = self._slots_at[self._begun & 1]
+        goal = self._begun * self._size
+        here = core.arrive(self._gate, goal, slots + self.rank * _SLOT, at, nbytes)
+        if not here or a.dtype != np.float64:
+            return partial(self._add_all, a, at)
+        core.add(at, slots, _SLOT, self._size, n)
+        return None
+
+    def _add_all(self, a: HostArray, at: int, seconds: float) -> bool:
+        """Make of the message the sum; False if a rank has not come within that time."""
+        if not self._all_here(seconds):
+            return False
+        parity = self._begun & 1
+        if a.dtype == np.float64:
+            core.add(at, self._slots_at[parity], _SLOT, self._size, a.size)
+        else:
+            rows = self._slots[parity].view(a.dtype)[:, : a.size]
+            np.add.reduce(rows, axis=0, dtype=a.dtype, out=a.reshape(-1))
+        return True
+
+    def _all_here(self, seconds: float) -> bool:
+        """Whether all ranks come within that time; raises if a process has ended."""
+        gate, goal = self._gate, self._begun * self._size
+        while not core.wait(gate, goal, min(seconds, _LOOK), self._yielding - self._waited):
+            self._waited += _LOOK
+            seconds -= _LOOK
+            missing = self.find_missing()
+            if missing is not None:
+                if core.wait(gate, goal, 0.0, 0.0):  # it had come before
+                    return True
+                raise missing
+            if seconds <= 0:
+                return False
+        return True
 
 
 @contextmanager
@@ -189,94 +228,3 @@ def why_not() -> str | None:
     except OSError as error:
         return f"the system gives no memory to share: {error}"
     return None
-
-
-class SharedAllreduce:
-    """An allreduce in shared memory: a gate, and slots of shape (2, ranks, length).
-
-    The gate counts the ranks that have come to a message. Messages with even and with odd numbers
-    have slots of their own: when a rank begins a message, all ranks have read the message before
-    the last. One that has no `buffer`, from which all messages are sent, carries small arrays of
-    any dtype and shape. Their slots begin with a fingerprint of both, for numbers of one rank would
-    be added to whatever stands beside those of another.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        machine: SharedMemory,
-        gate: HostArray,
-        slots: HostArray,
-        buffer: HostArray | None,
-    ) -> None:
-        self._kinds = None if buffer is not None else slots[:, :, 0]
-        slots = slots if buffer is not None else slots[:, :, _HEAD:]
-        self._number, self._machine, self._slots, self._buffer = number, machine, slots, buffer
-        self._gate = gate.ctypes.data
-        self._slots_at = [slots[parity].ctypes.data for parity in (0, 1)]
-        self._size, self._stride = machine.size, slots.strides[1]
-        self._offset = machine.rank * self._stride
-        self._buffer_at = 0 if buffer is None else buffer.ctypes.data
-        self._yielding = spin_seconds(self._size)
-        self._begun = 0  # messages
-        self._waited = 0.0  # seconds, in this message
-        self._message: HostArray = np.empty(0)
-        self._message_at = 0
-
-    def meet(self) -> Iterator[Poll]:
-        """Ends when all ranks have opened the allreduce of this number.
-
-        The ranks of other ones have failed to meet, and notices will say where they are.
-        """
-        numbers = np.array([self._number + 3.0, (self._number + 3.0) ** 2])
-        pending = self.begin(numbers)
-        if pending is not None:
-            yield pending
-        while not wire.all_equal(numbers[0], numbers[1], self._size):
-            yield never
-
-    def begin(self, a: HostArray) -> Poll | None:
-        self._begun += 1
-        self._waited = 0.0
-        self._message = a
-        self._message_at = self._buffer_at if a is self._buffer else a.ctypes.data
-        parity = self._begun & 1
-        if self._kinds is not None:
-            kind = wire.fingerprint(f"{a.dtype} {a.shape}")
-            self._kinds[parity, self._machine.rank] = kind
-        slot = self._slots_at[parity] + self._offset
-        goal = self._begun * self._size
-        here = core.arrive(self._gate, goal, slot, self._message_at, a.nbytes)
-        if not here or self._kinds is not None:
-            return self._add_all
-        core.add(self._message_at, self._slots_at[parity], self._stride, self._size, a.size)
-        return None
-
-    def _add_all(self, seconds: float) -> bool:
-        """Make of the message the sum; False if a rank has not come within that time."""
-        if not self._all_here(seconds):
-            return False
-        a, parity = self._message, self._begun & 1
-        if self._kinds is not None and (self._kinds[parity] != self._kinds[parity, 0]).any():
-            return never(seconds)
-        if a.dtype == np.float64:
-            core.add(self._message_at, self._slots_at[parity], self._stride, self._size, a.size)
-        else:
-            rows = self._slots[parity].view(a.dtype)[:, : a.size]
-            np.add.reduce(rows, axis=0, dtype=a.dtype, out=a.reshape(-1))
-        return True
-
-    def _all_here(self, seconds: float) -> bool:
-        """Whether all ranks come within that time; raises if a process has ended."""
-        gate, goal = self._gate, self._begun * self._size
-        while not core.wait(gate, goal, min(seconds, _LOOK), self._yielding - self._waited):
-            self._waited += _LOOK
-            seconds -= _LOOK
-            missing = self._machine.find_missing()
-            if missing is not None:
-                if core.wait(gate, goal, 0.0, 0.0):  # it had come before
-                    return True
-                raise missing
-            if seconds <= 0:
-                return False
-        return True

@@ -2,18 +2,18 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators.channel import (
-    LARGE,
-    Allreduce,
+    Begin,
     Channel,
     ChannelCommunicator,
     HostArray,
@@ -22,9 +22,9 @@ from multibn.communicators.channel import (
 )
 from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
-from multibn.communicators.polling import Poll
-from multibn.communicators.transports.gloo import BlockAllreduce, PrivateGloo, in_group
-from multibn.communicators.transports.shared_memory import SMALL, SharedMemory
+from multibn.communicators.polling import Poll, chain
+from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
+from multibn.communicators.transports.shared_memory import ROOM, SharedMemory
 from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
 from multibn.communicators.watchdog import GroupInfo, Status
 
@@ -189,8 +189,6 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 class _Transport(Transport):
     """Of one group: shared memory, a gloo group of multibn's own, or the group itself."""
 
-    most_bytes = SMALL
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if dist.get_world_size() == 1:
@@ -208,21 +206,33 @@ class _Transport(Transport):
         self._machine: SharedMemory | None = None
         self._side: PrivateGloo | None = None
 
-    def open_allreduce(
-        self, number: int, buffer: HostArray | None
-    ) -> Generator[Poll, None, Allreduce]:
-        if self._machine is None or self._side is None:
-            store = yield from meet(self._store, self.rank, self.size)
-            self.board = StoreStatusBoard(store, self.rank)
-            self._machine = SharedMemory(dist.PrefixStore("machine", store), self.rank, self.size)
-            self._side = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
+    def open(self) -> Iterator[Poll | None]:
+        store = yield from meet(self._store, self.rank, self.size)
+        self.board = StoreStatusBoard(store, self.rank)
         # A network that works for NCCL need not work for gloo.
-        if "cpu" not in self._backends or not dist.is_gloo_available():
-            return BlockAllreduce(number, self.size, in_group(self._group, self._device()))
-        allreduce = (
-            None if number == LARGE else (yield from self._machine.open_allreduce(number, buffer))
-        )
-        return allreduce or (yield from self._side.open_allreduce(number))
+        if "cpu" in self._backends and dist.is_gloo_available():
+            self._machine = SharedMemory(dist.PrefixStore("machine", store), self.rank, self.size)
+            yield from self._machine.meet()
+            self._side = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
+            if not self._machine.is_shared:
+                yield from self._side.connect()
+        is_shared = self._machine is not None and self._machine.is_shared
+        self.block = np.zeros(ROOM if is_shared else BLOCK)
+
+    def prepare_block(self, n: int) -> Begin:
+        # In shared memory, ranks may come with unlike lengths.
+        return self.prepare(self.block[:n] if self.block.size == ROOM else self.block)
+
+    def prepare(self, a: HostArray) -> Begin:
+        begin = None if self._machine is None else self._machine.prepare(a)
+        return begin or (lambda: chain(self._sum_by_engine(a)))
+
+    def _sum_by_engine(self, a: HostArray) -> Iterator[Poll]:
+        if self._side is None:
+            yield from sum_any(a, in_group(self._group, self._device()))
+            return
+        yield from self._side.connect()
+        yield from sum_any(a, self._side.start)
 
     def _device(self) -> torch.device:
         """Where the group can sum; a `LayerPhase` makes the activation's GPU the current one."""

@@ -210,12 +210,12 @@ def _splits(first, splits, c, C, SPLITS: constexpr):
 
 @triton.jit
 def _store_around(numbers, start, payload, length, fingerprint):
-    """Zeros before a payload; after the payload, zeros and the fingerprint's two numbers."""
+    """The fingerprint's two numbers before a payload, if these have room, and zeros behind it."""
     v = number(fingerprint)
     for first in range(0, length, 1024):
         i = first + tl.arange(0, 1024)
         around = (i < length) & ((i < start) | (i >= start + payload))
-        lane = tl.where(i == length - 2, v, tl.where(i == length - 1, v * v, 0.0))
+        lane = tl.where(i < start, tl.where(i == 0, v, v * v), 0.0)
         tl.store(numbers + i, lane, around)
 
 

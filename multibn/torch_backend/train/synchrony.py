@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.communicators.handshake import meet
+from multibn.communicators.handshake import agree
 from multibn.engine.consistency import check_equal, largest_group
 from multibn.engine.running import pool_running
 from multibn.kernels.reference import as_wide
@@ -206,7 +206,7 @@ def average_gradients(
     communicator = participants(model, process_group)
     dtypes = [getattr(p, "grad_dtype", None) or p.dtype for p in parameters]
     told = [(*p.shape, dtype, p.requires_grad) for p, dtype in zip(parameters, dtypes, strict=True)]
-    is_alike, _ = meet(communicator, "average_gradients", repr(told))
+    is_alike, _ = agree(communicator, "average_gradients", repr(told))
     if not is_alike:
         raise RuntimeError(
             "`parameters` must be the same on all ranks, in one order, and the same ones must need "

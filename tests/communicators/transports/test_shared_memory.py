@@ -1,4 +1,4 @@
-"""Channel through shared memory, between threads: each opens the memory as a process would."""
+"""Sums in shared memory, between threads: each opens the memory as a process would."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ import pytest
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.transports import shared_memory
-from multibn.communicators.transports.shared_memory import SharedMemory
+from multibn.communicators.transports.shared_memory import ROOM, SharedMemory
 from multibn.communicators.watchdog import RankLostError
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -32,10 +32,10 @@ if shared_memory.why_not() is not None:
     pytest.skip(str(shared_memory.why_not()), allow_module_level=True)
 
 
-def _open(machine: SharedMemory, number: int, buffer: HostArray | None = None) -> Any:
-    opened: list[Any] = []
-    assert chain(machine.open_allreduce(number, buffer), opened.append)(10.0)
-    return opened[0]
+def _begun(machine: SharedMemory, a: HostArray) -> Poll:
+    begin = machine.prepare(a)
+    assert begin is not None
+    return begin() or (lambda seconds: True)
 
 
 def _on_ranks(size: int, function: Callable[[SharedMemory], Any]) -> list[Any]:
@@ -45,6 +45,7 @@ def _on_ranks(size: int, function: Callable[[SharedMemory], Any]) -> list[Any]:
     def run(world: ThreadCommunicator) -> Any:
         _here.rank = world.rank
         machine = SharedMemory(store, world.rank, size)
+        assert chain(machine.meet())(10.0)
         result = function(machine)
         world._exchange(None)
         return result
@@ -64,26 +65,23 @@ KINDS = ("float64", "float32", "int64", "int16", "uint8", "complex128")
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5), (516,), (517,))
 
 
-def _is_done(pending: Poll | None, seconds: float) -> bool:
-    return pending is None or pending(seconds)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_have_the_bits_of_a_sum_in_the_order_of_the_ranks(size: int) -> None:
     def sums(machine: SharedMemory) -> list[HostArray]:
-        everything, buffer = _open(machine, 0), np.zeros(516)
-        widths = _open(machine, 516, buffer)
-        results = []
+        memory = np.zeros(516)
+        begin, results = machine.prepare(memory), []
+        assert begin is not None
         for i in range(4):  # each half of the slots twice
             if i == machine.rank:
                 time.sleep(0.01)
-            buffer[:] = _message(machine.rank, "float64", (516,))
-            assert _is_done(widths.begin(buffer), 10.0)
-            results.append(buffer.copy())
+            memory[:] = _message(machine.rank, "float64", (516,))
+            pending = begin()
+            assert pending is None or pending(10.0)
+            results.append(memory.copy())
         for kind in KINDS:
             for shape in SHAPES:
                 a = _message(machine.rank, kind, shape)
-                assert _is_done(everything.begin(a), 10.0)
+                assert _begun(machine, a)(10.0)
                 results.append(a)
         return results
 
@@ -95,7 +93,7 @@ def test_sums_have_the_bits_of_a_sum_in_the_order_of_the_ranks(size: int) -> Non
             np.testing.assert_array_equal(result, sum(others, start=first))
 
 
-def test_memory_goes_when_nobody_has_the_lines() -> None:
+def test_memory_goes_when_nobody_has_it() -> None:
     """And meanwhile it has no name, and belongs to this user alone."""
     store = dist.HashStore()
     gc.collect()  # what earlier tests have left
@@ -103,14 +101,14 @@ def test_memory_goes_when_nobody_has_the_lines() -> None:
 
     def use(world: ThreadCommunicator) -> tuple[int, int] | None:
         machine = SharedMemory(store, world.rank, 2)
-        lines = [_open(machine, number, np.zeros(max(number, 8))) for number in range(100)]
+        assert chain(machine.meet())(10.0)
+        begins = [machine.prepare(np.zeros(n)) for n in range(100)]
         world._exchange(None)
         counted = (_descriptors(), _maps()) if world.rank == 0 else None
         world._exchange(None)
-        del machine, lines
+        del machine, begins
         return counted
 
-    # Of 100 lines of two ranks.
     assert run_ranks(2, use)[0] == (before[0] + 2, before[1] + 2)
     assert (_descriptors(), _maps()) == before
     with shared_memory._offered(2**16) as (offer, _):
@@ -150,42 +148,34 @@ def test_memory_of_another_process_is_not_taken_for_a_ranks() -> None:
     assert shared_memory._opened({"pid": os.getpid()}) is None
 
 
-@pytest.mark.parametrize("reason", ["the first has none", "another has none", "lines are too long"])
-def test_no_line_is_opened_where_memory_cannot_be_shared(
-    reason: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("without", [0, 1])
+def test_no_rank_has_memory_that_another_cannot_share(
+    without: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reason == "lines are too long":
-        monkeypatch.setattr(shared_memory, "_NUMBERS", 1000)
-    else:
-        without = int(reason == "another has none")
-        monkeypatch.setattr(
-            shared_memory, "why_not", lambda: "none" if _here.rank == without else None
-        )
-    assert _on_ranks(2, lambda machine: _open(machine, 2000, np.ones(2000))) == [None, None]
+    monkeypatch.setattr(shared_memory, "why_not", lambda: "none" if _here.rank == without else None)
+
+    def meet(machine: SharedMemory) -> tuple[bool, object]:
+        return machine.is_shared, machine.prepare(np.ones(1))
+
+    assert _on_ranks(2, meet) == [(False, None)] * 2
 
 
-def test_ranks_that_open_different_lines_do_not_meet() -> None:
-    def opened(machine: SharedMemory) -> bool:
-        done = chain(machine.open_allreduce(8 + machine.rank, np.zeros(16)))
-        return done(1.0) or done(0.1)
+def test_what_has_no_room_is_left_to_others() -> None:
+    def prepare(machine: SharedMemory) -> list[bool]:
+        return [machine.prepare(np.ones(n)) is None for n in (1, ROOM, ROOM + 9)]
 
-    assert _on_ranks(2, opened) == [False, False]
+    assert _on_ranks(2, prepare) == [[False, False, True]] * 2
 
 
-def test_unlike_arrays_are_not_added() -> None:
-    arrays: list[list[Any]] = [
-        [np.ones(3), np.ones(4)],
-        [np.ones(4), np.ones(4, np.float32)],
-    ]
+def test_the_first_numbers_of_unlike_messages_are_summed() -> None:
+    """By these the ranks see that their messages are unlike."""
 
-    def sums(machine: SharedMemory) -> list[bool]:
-        results = []
-        for number, unlike in enumerate(arrays):
-            done = _open(machine, number).begin(unlike[machine.rank])
-            results += [done(0.5), done(0.01)]
-        return results
+    def sums(machine: SharedMemory) -> list[float]:
+        a = np.arange(2.0 + 1000 * machine.rank)
+        assert _begun(machine, a)(10.0)
+        return a[:2].tolist()
 
-    assert _on_ranks(2, sums) == [[False] * 4] * 2
+    assert _on_ranks(2, sums) == [[0.0, 2.0]] * 2
 
 
 def test_a_process_that_ended_is_noticed() -> None:
@@ -193,12 +183,11 @@ def test_a_process_that_ended_is_noticed() -> None:
     ended.wait()
 
     def lose(machine: SharedMemory) -> str:
-        line, a = _open(machine, 8, np.zeros(8)), np.zeros(8)
         machine._pids[1] = ended.pid
         if machine.rank == 1:
             return ""
         with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
-            line.begin(a)(10.0)
+            _begun(machine, np.zeros(8))(10.0)
         return "noticed"
 
     assert _on_ranks(2, lose) == ["noticed", ""]
@@ -217,16 +206,16 @@ def test_a_process_that_ends_while_the_ranks_meet_is_noticed() -> None:
         machine = SharedMemory(store, 0, 2)
         if noticed:
             with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
-                _open(machine, 0)
+                chain(machine.meet())(10.0)
         else:  # on another machine, the number says nothing
-            assert _open(machine, 0) is None
+            assert chain(machine.meet())(10.0)
+            assert not machine.is_shared
 
 
 def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
     def leave(machine: SharedMemory) -> list[float]:
-        line = _open(machine, 0)
         a, b = np.ones((2, 1))
-        done = line.begin(a)
+        done = _begun(machine, a)
         if machine.rank == 1:
             assert done(10.0)
             machine.close(goodbye=True)
@@ -234,7 +223,7 @@ def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
         time.sleep(0.1)
         assert done(10.0)
         with pytest.raises(RankLostError, match="rank 1 has left"):
-            line.begin(b)(10.0)
+            _begun(machine, b)(10.0)
         return [float(a[0])]
 
     assert _on_ranks(2, leave) == [[2.0], [2.0]]

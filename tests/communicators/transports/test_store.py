@@ -1,10 +1,10 @@
 """Notices in a store of torch.distributed."""
 
-import functools
 import json
 import os
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,6 +79,10 @@ def test_a_notice_that_is_being_written_is_read_later() -> None:
     assert first.read() == {1: _notice(1), 2: _notice(2)}
 
 
+def _kept(steps: Any, found: dict[int, Any], rank: int) -> Iterator[Any]:
+    found[rank] = yield from steps
+
+
 def test_keys_of_one_run_are_of_no_other() -> None:
     """Of runs over one store, the first ends with all ranks in it, or while one is late."""
     store = dist.HashStore()
@@ -88,8 +92,7 @@ def test_keys_of_one_run_are_of_no_other() -> None:
         for rank in range(size):
             for done in meetings:  # wait for those that are late
                 assert not done(0.0)
-            steps = meet(store, rank, size)
-            meetings.append(chain(steps, functools.partial(found.__setitem__, rank)))
+            meetings.append(chain(_kept(meet(store, rank, size), found, rank)))
         while len(found) < size:
             for done in meetings:
                 done(0.0)
@@ -172,7 +175,7 @@ def test_a_fork_has_a_messenger_of_its_own() -> None:
 def test_while_a_rank_is_late_the_others_ask_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "why_not", lambda: "none")
     asked = Counting()
-    meetings = [chain(shared_memory.SharedMemory(asked, r, SIZE)._meet()) for r in range(SIZE - 1)]
+    meetings = [chain(shared_memory.SharedMemory(asked, r, SIZE).meet()) for r in range(SIZE - 1)]
     for done in meetings:
         assert not done(0.0)
     asked.take()

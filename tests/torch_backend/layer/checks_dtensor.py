@@ -73,18 +73,18 @@ def _place(x: Tensor, mesh: Any, placements: Any) -> Any:
 
 
 @contextmanager
-def _messages() -> Iterator[list[int]]:
-    """The sizes of this rank's messages over lines, without the first messages of layers."""
-    sizes: list[int] = []
+def _messages() -> Iterator[list[str]]:
+    """The calls of layers in which this rank has sent messages."""
+    calls: list[str] = []
     wait = Watchdog.wait
 
-    def counting_wait(self: Any, begin: Any, place: str, text: object) -> None:
-        if place not in ("introduction", "first message") and not place.startswith("open "):
-            sizes.append(begin.args[0].size)
-        wait(self, begin, place, text)
+    def counting_wait(self: Any, begin: Any, text: object) -> None:
+        if not isinstance(text, str):  # a layer's, which is written for errors alone
+            calls.append(str(text))
+        wait(self, begin, text)
 
     with patch.object(Watchdog, "wait", counting_wait):
-        yield sizes
+        yield calls
 
 
 def _expected(layer: Any, steps: int) -> list[Any]:
@@ -136,7 +136,7 @@ def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Comm
         _compare(got, right, (case, step))
         assert buffers["num_batches_tracked"].item() == step + 1
         shared = any(p.is_shard() for p in placements)
-        assert messages == [2 * C + 4] * 2 * shared, case
+        assert len(messages) == 2 * shared, case
         assert not collectives.get_total_counts(), case
 
 
