@@ -57,7 +57,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     parameters, persistent values and npz files.
 
     With `chainer.config.train`, the call is collective: every rank must make it. It has one
-    allreduce of 2C+4 float64 numbers, and so has the backward pass; a link's first call has one
+    allreduce of 2C+4 float64 numbers, the backward pass one of 2C+2; a link's first call has one
     more, of a fixed size. In evaluation the link does not communicate.
 
     Parameters

@@ -101,13 +101,13 @@ def collect(communicator: Communicator) -> dict[str, Any]:
         ranks = gather({name: t.tolist() for name, t in taken.items()}, communicator)
         medians = {name: 1e3 * timing.median_ms(t) / n for name, t in timing.slowest(ranks).items()}
         times[what] = {name: round(us, 1 if us < 100 else None) for name, us in medians.items()}
-    ways = getattr(getattr(communicator, "channel", None), "ways", [])
-    ways = ["NCCL"] * bool(gpu and _torchrun() and communicator.size > 1) + ways
+    over = [getattr(getattr(communicator, "channel", None), "carrier", "")]
+    over = ["NCCL"] * bool(gpu and _torchrun() and communicator.size > 1) + over
     return info.collect() | {
         "ranks": {
             "number": communicator.size,
             "machines": len(set(machines)),
-            "over": ", ".join(ways) or "nothing: one process",
+            "over": ", ".join(filter(None, over)) or "nothing: one process",
             "compute on": gpu or "CPU",
         },
         "numbers": {

@@ -45,6 +45,7 @@ class Transport(ABC):
     size: int
     known: GroupInfo | None = None  # before the ranks have met
     board: StatusBoard | None = None  # where notices are left; None before the first message
+    carrier: str  # what carries layers' messages, for people
     block: HostArray  # float64 numbers: the memory of the first part of every message
 
     @abstractmethod
@@ -98,6 +99,11 @@ class Channel:
         self._is_open = False
         self._buffers: dict[int, Buffer] = {}  # by the length of payloads
         _channels.add(self)
+
+    @property
+    def carrier(self) -> str:
+        """What has carried the messages of layers: "shared memory", for example, or ""."""
+        return self.transport.carrier if self._is_open else ""
 
     def allreduce(self, a: HostArray) -> HostArray:
         """The sum of `a` over the ranks, a new array. Collective."""

@@ -117,7 +117,7 @@ def handshake(
     names = known.names if layer.built is None else layer.names.setdefault(known, {})
     key = layer.name, channels
     if key not in names:
-        name = _compare(layer, communicator, channels, call, known)
+        name = _compare(layer, communicator, channel, channels, call, known)
         known.count += 1
         # About a step's messages: these have long arrived, so that the host waits for none. Not
         # fewer than 8, for a layer that is called several times in a row.
@@ -168,10 +168,17 @@ def agree(
     return False, 0.0
 
 
-def _compare(layer: Any, communicator: Any, channels: int, call: object, known: GroupState) -> str:
+def _compare(
+    layer: Any,
+    communicator: Any,
+    channel: Channel | None,
+    channels: int,
+    call: object,
+    known: GroupState,
+) -> str:
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     # Ranks without a channel may be threads of one process, which count each other's layers.
-    built = layer.built if isinstance(communicator, ChannelCommunicator) else None
+    built = layer.built if channel is not None else None
     options = layer.texts()
     options["channels"] = f"{channels} channels"
     facts = f"{_version.__version__} {layer.name} {channels} {built} {sorted(options.items())}"

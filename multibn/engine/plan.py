@@ -154,7 +154,7 @@ class Plan:
     def backward(self, g: Gradient, /, *, means: bool = False) -> Gradients:
         """The gradients of a layer's input, residual and parameters.
 
-        Collective if `x` needs a gradient: one allreduce of 2C+4 float64 numbers. The gradients of
+        Collective if `x` needs a gradient: one allreduce of 2C+2 float64 numbers. The gradients of
         parameters are this rank's, or, with `means`, the means over the ranks; then `x` must need a
         gradient.
         """

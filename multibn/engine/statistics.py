@@ -14,8 +14,8 @@ communicator::
     dx = weight * invstd * (dy - e_i * (sum_dy + xhat * sum_dy_xhat))
 
 This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
-a_i = n_i. One allreduce runs each way, whatever the number of ranks: of 2C+4 numbers as the
-layers use a communicator (see `multibn.wire`), of 2C+2 forward and 2C backward over a bare one.
+a_i = n_i. One allreduce runs each way, whatever the number of ranks: of 2C+2 numbers forward and 2C
+backward over a bare communicator, and of 2 more as the layers use one (see `multibn.wire`).
 Nothing here makes a GPU wait for the host, except where a rank holds at most one value per channel.
 """
 

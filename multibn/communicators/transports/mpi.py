@@ -158,6 +158,8 @@ class _Transport(Transport):
     up.
     """
 
+    carrier = "mpi"
+
     def __init__(self, comm: "Comm") -> None:
         self.rank, self.size = comm.rank, comm.size
         self.block = np.zeros(_BLOCK)

@@ -218,6 +218,7 @@ class _Transport(Transport):
                 yield from self._side.connect()
         is_shared = self._machine is not None and self._machine.is_shared
         self.block = np.zeros(ROOM if is_shared else BLOCK)
+        self.carrier = "shared memory" if is_shared else "gloo" if self._side else "nccl"
 
     def prepare_block(self, n: int) -> Begin:
         # In shared memory, ranks may come with unlike lengths.

@@ -36,8 +36,8 @@ def sync_batch_norm(
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
     Collective: every rank of `process_group` must call it, a rank with an empty batch included, and
-    must run the backward pass if any rank does. One allreduce of 2C+4 float64 numbers each way;
-    none backward if `x` needs no gradient.
+    must run the backward pass if any rank does. One allreduce each way, of 2C+4 and 2C+2 float64
+    numbers; none backward if `x` needs no gradient.
 
     Parameters
     ----------

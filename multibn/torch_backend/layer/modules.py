@@ -44,7 +44,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     base class is not nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
 
     In training, the forward pass is collective: every rank must call it. The forward pass has one
-    allreduce of 2C+4 float64 numbers, and so has the backward pass: moments or sums, and a
+    allreduce of 2C+4 float64 numbers, the backward pass one of 2C+2: moments or sums, and a
     fingerprint by which the ranks see that they are in the same layer. A layer's first call has one
     more allreduce, of a fixed size.
 
