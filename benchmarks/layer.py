@@ -114,7 +114,7 @@ def _torch_steps(
 
 
 def measure_chainer(communicator: Any, shapes: Sequence[Sequence[int]], seconds: float) -> Measured:
-    """As `measure_torch`, over ChainerMN's communicator, for an even and an uneven split."""
+    """Do as `measure_torch` over ChainerMN's communicator, for an even and an uneven split."""
     times: dict[str, Seconds] = {}
     for shape in shapes:
         for split in ("even", "uneven"):

@@ -63,7 +63,7 @@ def one_layer(function: str, over: str, settings: Settings, **options: Any) -> l
 
 
 def network(settings: Settings) -> list[Row]:
-    """With "waiting": local batch norms that wait for the other rank, as ours do."""
+    """Time a network; "waiting" are local batch norms that wait for the other rank, as ours do."""
     times, notes = _times("resnet.measure", "mpi", blocks=settings.blocks, batch=settings.images,
                           seconds=settings.resnet_seconds)  # fmt: skip
     return _beside_one("synchronized", times, notes)

@@ -89,7 +89,7 @@ class Run:
         return [*launch, str(EXAMPLES / self.script), *options, "--output", str(output)]
 
     def differences(self, reference: "Run") -> np.ndarray[Any, Any]:
-        """At each step, the largest difference of losses so far."""
+        """The largest difference of losses so far, at each step."""
         return np.maximum.accumulate(np.abs(np.subtract(self.losses, reference.losses)))
 
 

@@ -51,7 +51,7 @@ def worst(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def errors(recordings: list[Tensor], padding: float, masked: bool) -> list[float]:
-    """Of y, dx and the running variance over some steps, on the rank where they are largest."""
+    """The largest errors of y, dx and the running variance, over some steps and all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     layer, exact = SyncBatchNorm(12), nn.BatchNorm1d(12).double()
     largest = torch.zeros(3, dtype=torch.float64)

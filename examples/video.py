@@ -110,7 +110,7 @@ def kept_bytes(model: nn.Module, clips: Tensor) -> int:
 
 @torch.no_grad()
 def test(model: nn.Module, clips: Clips, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """For each film, the number of recognized clips and of all clips, over all ranks."""
+    """The numbers of recognized clips and of all clips of each film, over all ranks."""
     model.eval()
     counts = torch.zeros(2, len(FILMS), dtype=torch.int64)
     for index in range(rank, len(clips), size):

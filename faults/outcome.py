@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """From the fault to the end of the last rank whose end counts."""
+        """The time from the fault to the end of the last rank whose end counts."""
         ends = [self.ranks[r] for r in self._bystanders]
         return max((r.seconds for r in ends if r.how in ("ok", "error")), default=0.0)
 

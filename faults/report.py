@@ -94,7 +94,7 @@ def _what(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As code, without this machine's name and numbers, which change from run to run."""
+    """Quote as code, without this machine's name and numbers, which change from run to run."""
     text = re.sub(r"machine \S+, pid \d+", "machine node1, pid 4711", text)
     text = re.sub(r"pid \d+\)", "pid 4711)", text)
     text = re.sub(r"PID \d+ on node \S+", "PID 4711 on node node1", text)

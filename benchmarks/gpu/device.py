@@ -122,7 +122,7 @@ def _microseconds_of(replay: Callable[[], object], n: int) -> float:
 
 
 def use_gpu_kernels(patch: pytest.MonkeyPatch) -> None:
-    """With stand-ins: compute on tensors in host memory by `kernels.cuda`, interpreted."""
+    """Compute on tensors in host memory by `kernels.cuda`, interpreted, if there are stand-ins."""
     if not STAND_INS:
         return
 

@@ -111,7 +111,7 @@ def test_graphs(communicator: Communicator) -> None:
 
 @on_one_rank_and_as_on_two
 def test_host_waits(communicator: Communicator) -> None:
-    """After the first steps nothing waits for the GPU: torch raises where it would."""
+    """Nothing waits for the GPU after the first steps: torch raises where it would."""
     layer = _layer(IMAGES[1], communicator)
     x, dy = _on_device(data(IMAGES, torch.float32, 1)[0])
     for waits in (False, False, False, True, True):

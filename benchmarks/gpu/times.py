@@ -73,7 +73,7 @@ class _AlwaysSynchronized(nn.SyncBatchNorm):
 
 
 def compiled_layers() -> Iterator[Row]:
-    """As `layers`, of multibn's layer and nn.BatchNorm under torch.compile."""
+    """Time multibn's layer and nn.BatchNorm under torch.compile, as `layers` does."""
     return layers("a compiled layer's step on the GPU")
 
 

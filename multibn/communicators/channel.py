@@ -244,11 +244,11 @@ class ChannelCommunicator(Handle, ABC):
         return False
 
     def allreduce_on_device(self, x: Array, /) -> Array:
-        """As `allreduce`, of what the communicator `takes`. Without a deadline."""
+        """Do as `allreduce` with what the communicator `takes`. There is no deadline."""
         raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
 
     def allreduce_in_place(self, x: Array, /) -> Array:
-        """As `allreduce_on_device`; the sum may stand in `x`, whose numbers are then gone."""
+        """Do as `allreduce_on_device`; the sum may stand in `x`, whose numbers are then gone."""
         return self.allreduce_on_device(x)
 
 
@@ -283,7 +283,7 @@ def _leave_at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child: the child says nothing in its parent's name, not even at its end."""
+    """Let a forked child say nothing in its parent's name, not even at its end."""
     for channel in list(_channels):
         channel.abandon_after_fork()
 
@@ -292,7 +292,7 @@ after_fork(_after_fork)
 
 
 def _leave() -> None:
-    """At exit: no rank may be left to wait for this process."""
+    """Leave all groups at exit: no rank may be left to wait for this process."""
     log_last_error()
     every = list(_channels)
     error = uncaught()

@@ -188,7 +188,7 @@ def _compare(
 
 
 def explained(layer: Any, communicator: Any, built: LayerId | None, options: dict[str, str]) -> str:
-    """As `_compare`, of ranks whose first messages differ; most differences are errors."""
+    """Do as `_compare` where first messages differ; most differences are errors."""
     facts = _version.__version__, layer.name, f"{built} of {LayerId.num_layers}", options
     versions, names, built_as, all_options = zip(*gather(facts, communicator), strict=True)
     if len(set(versions)) > 1:
@@ -234,7 +234,7 @@ def explained(layer: Any, communicator: Any, built: LayerId | None, options: dic
 
 
 def _sum(numbers: HostArray, communicator: Any) -> HostArray:
-    """By a user's own class, perhaps, whose mistakes would seem to be mistakes of the ranks."""
+    """Sum by a user's own class, perhaps, whose mistakes would seem to be mistakes of the ranks."""
     own = numbers.tolist()
     summed: Any = communicator.allreduce(numbers)
     like = [(type(a), getattr(a, "dtype", None), np.shape(a)) for a in (numbers, summed)]

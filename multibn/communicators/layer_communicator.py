@@ -308,7 +308,7 @@ class LayerPhase(Forwarding):
         return max(self._known.longest, wire.HEAD + self._num_numbers)
 
     def _allreduce_array(self, x: Array | Message) -> Array:
-        """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
+        """Sum over what is handed arrays: a GPU's transport, or a user's own class."""
         on_host = not isinstance(x, Message) and is_on_host(x)
         known = self._known
         if len(known.unread) >= known.ahead:

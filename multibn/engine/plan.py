@@ -97,7 +97,7 @@ class Plan:
         return y, batch
 
     def share(self, args: NormArgs, /) -> tuple[Any, BatchStatistics]:
-        """As `forward`, without a look at the tapes of `recompute`."""
+        """Do as `forward`, without a look at the tapes of `recompute`."""
         messages = self._forward
         if messages is None:
             of = self.communicator, self._phase, args.x, self._lengths[0]

@@ -95,7 +95,7 @@ def begin_forward(
     *,
     out: Array | None = None,
 ) -> Array:
-    """As `reference.begin_forward`."""
+    """Do as `reference.begin_forward`."""
     payload = (
         _library(type(args.x)).numbers(sizes(args.x.shape, args.axis)[2]) if out is None else out
     )
@@ -109,7 +109,7 @@ def begin_forward(
 def finish_forward(
     args: NormArgs, summed: Array, rank_weight: float, count: float, *, coefficients: bool = False
 ) -> tuple[Array, BatchStatistics, int]:
-    """As `reference.finish_forward`."""
+    """Do as `reference.finish_forward`."""
     library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
     per_channel, number = _templates(library.numbers, args.x.shape, args.axis)
@@ -131,7 +131,7 @@ def finish_forward(
 
 
 def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
-    """As `reference.begin_backward`; also returns `g` with copies, if the core needs these."""
+    """Do as `reference.begin_backward`; also returns `g` with copies, if the core needs these."""
     args = g.input
     library = _library(type(args.x))
     payload = library.numbers(sizes(args.x.shape, args.axis)[3]) if out is None else out
@@ -148,7 +148,7 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
 def finish_backward(
     g: Gradient, summed: Array, taken: Gradient | None = None, *, coefficients: bool = False
 ) -> tuple[Array, Array | None]:
-    """As `reference.finish_backward`."""
+    """Do as `reference.finish_backward`."""
     if taken is None or coefficients:
         return reference.finish_backward(g, summed, coefficients=coefficients)
     new = _library(type(taken.input.x)).empty_like
@@ -161,7 +161,7 @@ def finish_backward(
 def parameter_gradients(
     summed: Array, g: Gradient, *, divisor: float
 ) -> tuple[Array | None, Array | None]:
-    """As `reference.parameter_gradients`."""
+    """Do as `reference.parameter_gradients`."""
     if type(summed) is not np.ndarray or type(g.dy) is not np.ndarray:
         return reference.parameter_gradients(summed, g, divisor=divisor)
     weight, bias, means, C = g.input.weight, g.input.bias, summed / divisor, summed.size // 2
@@ -172,7 +172,7 @@ def parameter_gradients(
 
 
 def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
-    """As `reference.normalize`."""
+    """Do as `reference.normalize`."""
     if coefficients:
         return reference.normalize(args, batch, coefficients=True)
     y = _library(type(args.x)).empty_like(args.x)

@@ -71,7 +71,7 @@ def begin_forward(
     *,
     out: Message | None = None,
 ) -> Any:
-    """As `reference.begin_forward`; two launches."""
+    """Do as `reference.begin_forward`; two launches."""
     x, plan = args.x, _plan(args)
     if plan is None:
         return reference.begin_forward(args, rank_weight, count, mark, out=out)
@@ -90,7 +90,7 @@ def begin_forward(
 def finish_forward(
     args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /, *, coefficients: bool = False
 ) -> tuple[Tensor, BatchStatistics, int]:
-    """As `reference.finish_forward`; two launches, one with `coefficients`.
+    """Do as `reference.finish_forward`; two launches, one with `coefficients`.
 
     Two more for a cumulative average, one more for thousands of channels.
     """
@@ -125,7 +125,7 @@ def finish_forward(
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
-    """As `reference.begin_backward`; two launches, three for the sign of an output that is gone.
+    """Do as `reference.begin_backward`; two launches, three for the sign of an output that is gone.
 
     Also returns what `finish_backward` goes on from.
     """
@@ -165,7 +165,7 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 def finish_backward(
     g: Gradient, summed: Tensor, begun: Any = None, /, *, coefficients: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.finish_backward`; one launch. `begun` comes from `begin_backward`."""
+    """Do as `reference.finish_backward`; one launch. `begun` comes from `begin_backward`."""
     x, numbers = g.input.x, (2 * g.batch.mean.numel(),)
     if begun is None or not fit(x.device, numbers, (summed,)):
         return reference.finish_backward(g, summed, coefficients=coefficients)
@@ -188,7 +188,7 @@ def finish_backward(
 
 
 def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool = False) -> Tensor:
-    """As `reference.normalize`; two launches. The output is rounded once, to the dtype of `x`.
+    """Do as `reference.normalize`; two launches. The output is rounded once, to the dtype of `x`.
 
     One launch with `coefficients`.
     """

@@ -141,7 +141,7 @@ def residual_gradient(g: Gradient, /) -> Array:
 
 
 def output_coefficients(args: NormArgs, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
-    """Per channel `centre`, `scale` and `shift`; the output is `(x - centre) * scale + shift`.
+    """`centre`, `scale` and `shift` of each channel; the output is `(x - centre) * scale + shift`.
 
     The output is `(x - mean) / sqrt(var + eps) * weight + bias`.
     """
@@ -166,7 +166,7 @@ def finish(args: NormArgs, coefficients: Sequence[Array], /) -> Array:
 
 
 def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:
-    """Per channel; the gradient of `x` is `(x - centre) * x_scale + dy * dy_scale + shift`.
+    """The numbers of each channel in `dx = (x - centre) * x_scale + dy * dy_scale + shift`.
 
     The gradient is `weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, where
     `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
@@ -410,7 +410,7 @@ def _sum(v: Array, axis: tuple[int, ...], /) -> Array:
 
 
 def as_wide(v: Array, /) -> Array:
-    """Per-channel array `v` in float64; in host memory if its device has no float64."""
+    """The array `v` of channels in float64; in host memory if its device has no float64."""
     xp = array_namespace(v)
     if v.dtype == xp.float64:
         return v
@@ -468,7 +468,7 @@ def _round(mean: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _narrow(x: Array, /, *values: Array) -> tuple[Array, ...]:
-    """Per-channel arrays in the arithmetic dtype of `x`, on its device."""
+    """Arrays of channels in the arithmetic dtype of `x`, on its device."""
     xp = array_namespace(x)
     dtype = arithmetic_dtype(xp, x.dtype)
     return tuple(to_device(xp.astype(v, dtype, copy=False), device(x)) for v in values)

@@ -70,7 +70,7 @@ def batch_norm(
 
 
 def _sum(rows: Array) -> Array:
-    """Over axis 0, in pairs, as NumPy adds along contiguous axes; one by one, equal terms drift."""
+    """Sum over axis 0 in pairs, as NumPy along contiguous axes; one by one, equal terms drift."""
     total: Array = np.ascontiguousarray(rows.T).sum(1)
     return total
 

@@ -353,7 +353,7 @@ class _WatchedNorm:
 
 
 class _Seeing(TorchFunctionMode):
-    """In this context, a layer's calls of batch norm with its running mean tell their inputs."""
+    """A context in which a layer's calls of batch norm with its running mean tell their inputs."""
 
     def __init__(self, layer: _WatchedNorm) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def _second_inputs(members: list[int]) -> list[Any]:
 
 
 def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> None:
-    """Over all ranks, and over groups that have unequal numbers of steps among themselves."""
+    """The ranks are all, or groups that have unequal numbers of steps among themselves."""
     for comm, members in (
         (world, list(range(world.size))),
         (world.split(world.rank % 2), list(range(world.rank % 2, world.size, 2))),
@@ -180,7 +180,7 @@ def check_a_perturbed_element_is_found(world: Communicator) -> None:
 
 @only("mpiexec", sizes=(3,))
 def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
-    """As the README calls them, without a communicator."""
+    """README calls them without a communicator."""
     model = chainer.Sequential(MultiNodeBatchNormalization(1, world, dtype=np.float64))
     data = [np.full((2, 1), float(world.rank))]
     FinetunePopulationStatistics(data, model, converter=None, progress=False)()

@@ -154,7 +154,7 @@ def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:
 
 @pytest.mark.parametrize("other", [Conditional, L.DecorrelatedBatchNormalization])
 def test_a_link_that_normalizes_by_itself_is_named_or_an_error(other: Any) -> None:
-    """By the converter, and by the extension that fine-tunes."""
+    """The converter and the extension that fine-tunes name it."""
     plain = Nets(Net(other(4)), L.BatchNormalization(4), Net(other(4)))
     why = rf"/0/norm, /2/norm \(.*\.{other.__name__}: it is no L\.BatchNormalization\)\.$"
     with pytest.raises(TypeError, match=r"^2 link\(s\) are copied as they are, .*: " + why):

@@ -64,7 +64,7 @@ def run(block: Any, how: Any, communicator: Any, x: Any) -> list[Any]:
 
 @pytest.mark.parametrize("block", [twice_in_a_block, in_several_blocks, nested, never_recomputed])
 def test_forgetting_gives_the_numbers_of_the_run_without(block: Callable[..., Any]) -> None:
-    """Over ranks, too, of which rank 1 has no data."""
+    """Rank 1 has no data."""
 
     def rank(world: ThreadCommunicator) -> None:
         x = np.random.default_rng(world.rank).normal(size=(0 if world.rank == 1 else 4, C))

@@ -65,7 +65,7 @@ def test_a_fused_step_gives_the_numbers_of_separate_functions(
 
 
 def test_gradients_have_the_dtypes_of_their_parameters() -> None:
-    """Of a residual in half precision, too, which is the node's last input."""
+    """A residual in half precision is the node's last input."""
     link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float32, fuse_relu=True)
     x, residual = (chainer.Variable(np.ones(SHAPE, np.float16)) for _ in range(2))
     y = link(x, residual=residual)

@@ -66,7 +66,7 @@ def test_masks_go_with_other_axes() -> None:
 
 
 def test_masked_elements_take_no_part_in_second_order() -> None:
-    """Over two ranks, as of the elements that count in one process."""
+    """Two ranks give what the elements that count give in one process."""
 
     def derivatives(communicator: Any, x: Any, **options: Any) -> list[Any]:
         v = chainer.Variable(x)

@@ -68,7 +68,7 @@ def torch_model() -> nn.ModuleDict:
 
 
 def sequential_names() -> dict[str, str]:
-    """As the guide has it: a Sequential numbers its links in an order of its own."""
+    """The names in the guide: a Sequential numbers its links in an order of its own."""
     model = Predictor()
     text = (launch.ROOT / "docs/guides/from-chainermn-to-torch.md").read_text()
     code = textwrap.dedent(text.split("```python\n", 1)[1].split("```")[0])

@@ -92,7 +92,7 @@ def members(path: Path) -> dict[str, bytes]:
 
 
 def rewrite(path: Path, contents: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
-    """With checksums that fit."""
+    """Rewrite a file with checksums that fit."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in contents.items():
             archive.writestr(name, data)

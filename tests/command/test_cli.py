@@ -177,7 +177,7 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_without_torch_the_errors_say_what_to_install(tmp_path: Path) -> None:
-    """In a Python that finds NumPy and no torch."""
+    """This Python finds NumPy and no torch."""
     for package in ("numpy", "numpy.libs", "array_api_compat"):
         found = Path(np.__file__).parents[1] / package
         if found.exists():

@@ -1,6 +1,7 @@
 """What importing brings in, and which room imports which."""
 
 import ast
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ engine.masks
 engine.statistics
 engine.running engine.recompute
 engine checkpoint.pool
-multibn
+multibn torch_backend._torch_private
 torch_backend.layer chainer_backend
 torch_backend.train
 torch_backend.convert torch_backend.precise_bn torch_backend.reversible
@@ -107,11 +108,42 @@ def test_imports_point_down() -> None:
 
 
 def test_folders_have_at_most_twelve_files() -> None:
-    """Beside `__init__`. In a larger folder nobody finds a file: make folders inside of it."""
+    """Nobody finds a file in a larger folder: make folders inside of it."""
     kinds = ("*.py", "*.pyi", "*.[ch]")
     files = [p for room in (PACKAGE, ROOT / "tests") for kind in kinds for p in room.rglob(kind)]
     counts = Counter(path.parent for path in files if path.stem != "__init__")
     assert not {str(folder): count for folder, count in counts.items() if count > 12}
+
+
+# A docstring that begins with one of these lacks its subject: a reader looks for it in the name.
+PREPOSITIONS = """
+about against as at before after beside between by during for from in into like of on over per
+through to under upon via with within without
+"""
+
+
+def test_no_docstring_begins_with_a_preposition() -> None:
+    found = []
+    for folder in ("multibn", "tests", "examples", "benchmarks", "faults", "evidence"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                    words = re.findall(r"\w+", ast.get_docstring(node) or "")
+                    if words and words[0].lower() in PREPOSITIONS.split():
+                        found.append(f"{path.relative_to(ROOT)}: {' '.join(words[:6])} ...")
+    assert not found, "Begin these docstrings with a subject or a verb:\n" + "\n".join(found)
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    private = re.compile(r"torch\._C|\.compiler\._|torch\._(?!_|dynamo|inductor)\w+")
+    allowed = "_torch_private.py"
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in (PACKAGE / "torch_backend").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if private.search(line) and path.name != allowed
+    ]
+    assert not found, f"Give these a name in multibn/torch_backend/{allowed}:\n" + "\n".join(found)
 
 
 def test_modules_import_each_other_in_no_circles() -> None:

@@ -32,7 +32,7 @@ def _under_torchrun(world: Communicator) -> bool:
 
 
 def check_every_transport_conforms(world: Communicator) -> None:
-    """Of the launcher, and a group of it."""
+    """So does a group of each."""
     for comm in _of_each_transport(world):
         conformance.check_communicator(comm)
     conformance.check_communicator(world.split(world.rank // 2))
@@ -47,14 +47,14 @@ def check_the_default_is_the_default_process_group(world: Communicator) -> None:
 
 @only(sizes=(2, 3, 4))
 def check_every_transport_names_who_misses_a_deadline(world: Communicator) -> None:
-    """Of every transport of the launcher."""
+    """So does every transport of the launcher."""
     for comm in _of_each_transport(world):
         conformance.check_deadline(comm, world)
 
 
 @only(sizes=(2,))
 def check_interruptions_and_forks_are_named(world: Communicator) -> None:
-    """Of every transport of the launcher."""
+    """So does every transport of the launcher."""
     for comm in _of_each_transport(world):
         conformance.check_fork(comm, used=False)
         conformance.check_fork(comm, used=True)
@@ -127,7 +127,7 @@ def _of_another_backend(size: int) -> Any:
 
 @only(sizes=(2,), needs=("torch",))  # the answers do not depend on the number of ranks
 def check_gpu_tensors_go_through_the_channel(world: Communicator) -> None:
-    """Over gloo and MPI: no GPU is needed to see the way."""
+    """No GPU is needed to see the way over gloo and MPI."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -141,7 +141,7 @@ def check_gpu_tensors_go_through_the_channel(world: Communicator) -> None:
 
 @only(sizes=(2, 3, 4), needs=("a machine without CuPy",))
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
-    """At once, and not one call later: over these transports they come through host memory."""
+    """They come through host memory over these transports: at once, and not one call later."""
     phase = Phase(world, "bn")
     mark = wire.mark(world.rank)
     with standin_cupy.installed() as cupy:
@@ -281,7 +281,7 @@ def check_a_destroyed_group_is_named(world: Communicator) -> None:
 
 @only("torchrun", sizes=(2,))
 def check_a_rank_that_is_late_for_the_first_message_is_waited_for(world: Communicator) -> None:
-    """For longer than it takes the other rank to leave a notice."""
+    """The rank is late for longer than it takes the other one to leave a notice."""
     communicator = fresh(world)
     if world.rank == 1:
         time.sleep(PATIENCE + 0.2)
@@ -290,7 +290,7 @@ def check_a_rank_that_is_late_for_the_first_message_is_waited_for(world: Communi
 
 @only("torchrun", sizes=(2, 3, 4))
 def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
-    """By ranks that wait for a message: at once, and not after a deadline."""
+    """Ranks that wait for a message miss it at once, and not after a deadline."""
     import torch.distributed as dist
 
     communicator = fresh(world)
@@ -335,7 +335,7 @@ def check_new_groups_in_opposite_orders_are_told_at_once(world: Communicator) ->
 
 @only(sizes=(2, 3, 4))
 def check_messages_of_unlike_widths_are_told_apart_at_once(world: Communicator) -> None:
-    """Of layers of one name, too, and of layers with a rest; and all ranks go on."""
+    """So are layers of one name, and layers with a rest; and all ranks go on."""
     for names, widths in itertools.product(("ab", ("bn", "bn")), ((40, 60), (40, 400), (300, 400))):
         communicator = fresh(world)
         layers = [(Phase(communicator, name), C) for name, C in zip(names, widths, strict=True)]
@@ -396,7 +396,7 @@ def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
 
 
 def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
-    """Before MPI or torch hears of ranks that it does not have."""
+    """MPI and torch hear nothing of ranks that they do not have."""
     from multibn.communicators.transports import mpi
 
     restore: Any = mpi._restore

@@ -32,7 +32,7 @@ def _network(world: Communicator) -> nn.Module:
 
 
 def _means(models: Sequence[nn.Module]) -> list[float]:
-    """After a step of each model over the batches that belong to it."""
+    """The models' means after a step of each over the batches that belong to it."""
     for number, model in enumerate(models):
         model(torch.full((4, 2), 100.0 * number) + torch.arange(4.0)[:, None])
     return [float(model[1].running_mean[0]) for model in models]  # type: ignore[index]
@@ -62,7 +62,7 @@ _COPIES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def check_copies_on_one_rank_alone_disturb_nobody(world: Communicator) -> None:
-    """Of averages over steps, for example: such a copy has no part in any message."""
+    """A copy for averages over steps, for example, has no part in any message."""
     for make in _COPIES.values():
         models = [_network(world)]
         kept = make(models[0]) if world.rank == 1 else None

@@ -86,7 +86,7 @@ def check_groups_conform(world: Communicator) -> None:
 
 @only(sizes=(4,))
 def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
-    """After own lists, a list of some ranks is known on the others, too, which do not wait."""
+    """A list of some ranks is known on the others, too, which do not wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolve, "_resolved", {})
         mine = list(_mates(world, 2))
@@ -120,7 +120,7 @@ def check_a_spec_or_a_dimension_of_a_mesh_is_a_group(world: Communicator) -> Non
 
 
 def check_layers_of_equal_groups_share_one_communicator(world: Communicator) -> None:
-    """Of equal parent and spec: the groups of 20 layers are found once."""
+    """The groups of 20 layers, of equal parent and spec, are found once."""
     counting = CountingGroups(world)
     k = _pair(world)
     with machines(world, k):
@@ -179,7 +179,7 @@ def _errors(
 
 
 def check_a_group_gives_the_numbers_of_its_formula(world: Communicator) -> None:
-    """By default those of one process on the group's batch; with NAIVE those of the originals."""
+    """It is one process on the group's batch; with NAIVE the formula of the originals."""
     for (layer_class, spatial), dtype, options in itertools.product(
         LAYERS, (np.float64, np.float32), ({}, NAIVE)
     ):
@@ -197,7 +197,7 @@ def check_a_group_gives_the_numbers_of_its_formula(world: Communicator) -> None:
 
 
 def check_layers_train_without_parameters_or_buffers(world: Communicator) -> None:
-    """With an empty rank in each pair: where the originals crash."""
+    """Each pair has an empty rank: the originals crash there."""
     k = _pair(world)
     x = _array((world.rank, 1), (0 if world.rank % 2 else 3, C, 2, 3, 4))
     options: Any

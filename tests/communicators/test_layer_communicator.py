@@ -215,7 +215,7 @@ def test_the_size_of_a_users_class_may_be_an_integer_of_numpy() -> None:
 
 
 def test_unlike_layers_are_named_later(ones: Any) -> None:
-    """On a GPU some messages later: by then a message has long arrived in host memory."""
+    """A GPU's are named some messages later: by then a message has long arrived in host memory."""
 
     def work(world: ThreadCommunicator) -> None:
         layers = [Phase(world, name) for name in ("bn1", "bn2")]
@@ -435,7 +435,7 @@ def test_a_capture_on_the_gpu_of_the_message_takes_no_copy(
 def test_first_messages_are_summed_on_the_gpu_of_the_activation(
     on_gpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without set_device, each rank's current GPU is the first of its machine."""
+    """Each rank's current GPU is the first of its machine where nobody calls set_device."""
     import torch
 
     from multibn.communicators.transports.torch_distributed import _Transport

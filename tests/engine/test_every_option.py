@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = vars(tb.SyncBatchNorm.Options(eps=0.1))
 
 
 def _batch(rank: int, seed: int) -> np.ndarray[Any, Any]:
-    """Of 4 samples and 20 elements per channel on rank 0, of 2 and 6 on rank 1."""
+    """A batch of 4 samples and 20 elements per channel on rank 0, of 2 and 6 on rank 1."""
     shape = [(4, C, 5), (2, C, 3)][rank]
     return np.random.default_rng(10 * rank + seed).normal(rank, 1 + rank, shape)
 
@@ -184,7 +184,7 @@ CASES = [
 
 
 def _train(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[str, Any]:
-    """Of a torch layer: the second step's output and gradients, and what is left of both steps."""
+    """The second step's output and gradients of a torch layer, and what is left of both steps."""
     name, step, evaluation = way
     layer = LAYERS[name](comm, o)
     found: dict[str, Any] = {}
@@ -208,7 +208,7 @@ def _train(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[str, An
 
 
 def _train_link(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[str, Any]:
-    """As `_train`, of Chainer's link."""
+    """What `_train` returns, of Chainer's link."""
     words: dict[str, Any] = {"use_gamma": o["affine"], "use_beta": o["affine"] and o["bias"]}
     words |= {"avg_var": o["running_var"], "decay": 1 - (o["momentum"] or 0)}
     words |= {"initial_gamma": WEIGHT, "initial_beta": BIAS, "dtype": np.float64}
@@ -233,7 +233,7 @@ def _train_link(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[st
 def _normalized(
     parts: list[tuple[int, Any]], n: int, o: dict[str, Any], weight: Any, bias: Any
 ) -> oracle.Result:
-    """Of samples of ranks that have their statistics in common, in the n-th step."""
+    """The normalized samples of ranks that share their statistics, in the n-th step."""
     xs, dys = ([v[n][rank][samples] for rank, samples in parts] for v in (XS, DYS))
     run = partial(oracle.batch_norm, xs, eps=o["eps"], weighting=o["weighting"])
     result = run(dys, weight, bias)
@@ -319,7 +319,7 @@ def test_an_option_does_what_it_says(way: Way, option: str, value: Any) -> None:
     "way", {way[:2]: way for way in WAYS if way[0] != "split"}.values(), ids="-".join
 )
 def test_nonfinite_does_what_it_says(way: Way, nonfinite: str) -> None:
-    """On the rank with finite numbers, too: an error, or an output of NaN and nothing moved."""
+    """Both ranks have an error, or an output of NaN and nothing moved."""
     torch._dynamo.reset()
     first, (own, other) = XS
     o, xs = DEFAULTS | {"nonfinite": nonfinite}, [first, [own, other * np.nan]]

@@ -147,7 +147,7 @@ def test_torch_checkpoint_equals_the_stored_run(torch: Any, foreign: bool, depth
 
 
 def test_a_pass_that_torch_ends_early_is_not_an_error(torch: Any) -> None:
-    """As soon as it has what the backward pass needs, which may be before a batch norm."""
+    """The pass ends when torch has what the backward pass needs, perhaps before a batch norm."""
     from torch.utils.checkpoint import checkpoint
 
     from multibn.torch_backend import checkpoint_contexts

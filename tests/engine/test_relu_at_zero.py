@@ -38,7 +38,7 @@ def inputs(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, t
 def test_layers_have_no_gradient_where_a_relu_gives_zero(
     kind: str, dtype: torch.dtype, residual: bool, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In gradients of first and second order: where `y` is 0, `dy` has no part."""
+    """Where `y` is 0, `dy` has no part in gradients of first and second order."""
     if not native:
         monkeypatch.setattr(kernels, "select", lambda *_: kernels.reference)
     x, weight, bias = inputs(kind, dtype)

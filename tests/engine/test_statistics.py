@@ -251,7 +251,7 @@ def test_an_unknown_weighting_is_refused() -> None:
 
 @pytest.mark.parametrize("has_float64", [True, False])
 def test_a_library_without_float64_is_refused(has_float64: bool) -> None:
-    """As JAX with its defaults, which gives float32 and a warning; or without the name."""
+    """JAX with its defaults gives float32 and a warning; others lack the name."""
 
     def zeros(shape: int, dtype: Any) -> Any:
         warnings.warn("float64 is not available", UserWarning, stacklevel=1)

@@ -52,7 +52,7 @@ def _run(setup: str, names: list[str]) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[Outcomes]:
-    """Of the selected cases, by setup and name. Two launches run at a time: most of them wait."""
+    """The outcomes of the selected cases. Two launches run at a time: most of them wait."""
     selected = [
         (item.callspec.params["setup"], item.callspec.params["name"])
         for item in request.session.items

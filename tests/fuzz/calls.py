@@ -105,7 +105,7 @@ def calls(draw: Any, dtypes: tuple[str, ...]) -> Call:
 
 
 def values(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """In float64. "large" is still fine in float32 and too large for float16, "huge" in none."""
+    """Values in float64. "large" is still fine in float32, not in float16, "huge" in none."""
     x = np.asarray(rng.normal(size=shape))
     if kind == "constant":
         x = np.full(shape, rng.normal())

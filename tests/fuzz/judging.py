@@ -63,7 +63,7 @@ def said_by_multibn(error: BaseException) -> bool:
 
 # Which errors a call may end with, on the ranks that are at fault and on the others.
 def expected_errors(call: Call, steps: list[Step]) -> list[tuple[type[Exception], ...]]:
-    """Per rank; () where there may be none."""
+    """The errors of each rank; () where there may be none."""
     refused = [_refused(call, a) for a in call.ranks]
     if not call.train:
         own = zip(refused, steps, call.ranks, strict=True)
@@ -86,7 +86,7 @@ def _skips(call: Call) -> bool:
 
 
 def _expected_alone(step: Step, skips: bool) -> tuple[type[Exception], ...]:
-    """In evaluation; without averages, a rank's batch is normalized by its own statistics."""
+    """What evaluation gives. Without averages, a rank's batch has its own statistics."""
     if step.before:
         return ()
     if not np.isfinite(step.x).all():

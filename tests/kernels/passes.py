@@ -28,7 +28,7 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6
 
 
 def takes_int_of_an_array() -> bool:
-    """As Triton 3.6 does, and 3.9 does no more; NumPy 2.5 refuses this."""
+    """Triton 3.6 does so, and 3.9 does no more; NumPy 2.5 refuses this."""
     if not require.available("triton"):
         return False
     triton = tuple(int(n) for n in metadata.version("triton").split(".")[:2])
@@ -89,7 +89,7 @@ def like(x: Any, v: Any) -> Any:
 
 
 def exact(v: Any) -> Any:
-    """In float64; None stays."""
+    """An array in float64; None stays."""
     if v is None:
         return None
     return np.asarray(v.detach().cpu().double() if hasattr(v, "detach") else v, "float64")
@@ -100,7 +100,7 @@ def data(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> Any:
 
 
 def last(a: Any) -> Any:
-    """With the second axis last in memory."""
+    """The array with the second axis last in memory."""
     return np.moveaxis(np.moveaxis(a, 1, -1).copy(), -1, 1)
 
 
@@ -137,7 +137,7 @@ def layer(
 
 
 def statistics(i: NormArgs, **changed: Any) -> BatchStatistics:
-    """Of no data in particular."""
+    """Statistics of no data in particular."""
     shape = tuple(n for k, n in enumerate(i.x.shape) if k not in i.axis)
     mean, var = np.random.default_rng(2).uniform(0.5, 2, (2, *shape))
     found = {"mean": mean, "var": var, "count": np.array(9.0), "element_weight": np.array(0.3)}
@@ -145,7 +145,7 @@ def statistics(i: NormArgs, **changed: Any) -> BatchStatistics:
 
 
 def num_elements(i: NormArgs) -> float:
-    """Per channel."""
+    """The number of elements per channel."""
     if i.mask is not None:
         return float(i.mask.sum())
     return float(math.prod(i.x.shape[k] for k in i.axis))
@@ -184,7 +184,7 @@ def passes(
 def definition(
     i: NormArgs, dy: Any, y: Any, batch: BatchStatistics | None = None, sums: Any = None
 ) -> dict[str, Any]:
-    """As `passes`, in float64. A ReLU's gradient is 0 where the output `y` was not positive."""
+    """What `passes` gives, in float64. A ReLU has no gradient where `y` was not positive."""
     x, dy, y = exact(i.x), exact(dy), exact(y)
     mask = np.ones(x.shape, bool) if i.mask is None else np.broadcast_to(exact(i.mask) > 0, x.shape)
     x, dy = np.where(mask, x, 0), np.where(mask & ((y > 0) | (not i.relu)), dy, 0)
@@ -276,7 +276,7 @@ def check(
 
 
 def strides(a: Any) -> list[int]:
-    """In elements, of axes that have more than one: those of other axes mean nothing."""
+    """The strides of axes that have more than one element: those of other axes mean nothing."""
     steps = a.stride() if hasattr(a, "stride") else [n // a.itemsize for n in a.strides]
     return [step for step, n in zip(steps, a.shape, strict=True) if n > 1]
 
@@ -296,7 +296,7 @@ def only(kernels: Any) -> Iterator[None]:
 
 @contextmanager
 def threads(n: int) -> Iterator[None]:
-    """As torch or OMP_NUM_THREADS set them."""
+    """Threads, set as torch or OMP_NUM_THREADS set them."""
     torch = sys.modules.get("torch")
     before = torch.get_num_threads() if torch else os.environ.get("OMP_NUM_THREADS", "")
 

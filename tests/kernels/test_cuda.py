@@ -280,7 +280,7 @@ def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_programs_that_sum_have_equal_shares(dtype: str, channels_last: bool) -> None:
-    """Of the layers of ResNet-50, on a GPU with 132 multiprocessors; no program has empty tiles."""
+    """The layers are ResNet-50's, on a GPU with 132 multiprocessors; no program has empty tiles."""
     require.need("torch", "triton")
     import torch
     import triton

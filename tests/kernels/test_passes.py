@@ -51,7 +51,7 @@ VARIANTS = list(product([False, True], [False, True], MASKS))  # ReLU, residual,
 
 
 def mask_of(kind: str | None, shape: tuple[int, ...]) -> Any:
-    """At random; ends of samples, the last sample whole; none; all."""
+    """A mask: at random; ends of samples, the last sample whole; none; all."""
     rng = np.random.default_rng(2)
     one = (shape[0], 1, *shape[2:])
     if kind == "random":
@@ -71,7 +71,7 @@ def mask_of(kind: str | None, shape: tuple[int, ...]) -> Any:
 def test_every_layout_dtype_and_mask_gives_the_exact_numbers(
     kernels: Any, shape: tuple[int, ...], dtype: str, order: Any
 ) -> None:
-    """With ReLU and residual, and with weights and biases of any dtype, too."""
+    """So do ReLU and residual, and weights and biases of any dtype."""
     seed = SHAPES.index(shape) + 20 * DTYPES.index(dtype) + 100 * (order is last)
     rng = np.random.default_rng(seed)
     number = 2 if INTERPRETED else 5 if kernels is reference or math.prod(shape) > 5000 else 20
@@ -128,7 +128,7 @@ def gaps(a: Any) -> Any:
 def test_views_of_any_strides_give_the_exact_numbers(
     kernels: Any, view: Any, masked: bool, of: Any
 ) -> None:
-    """Of each array alone, and of all of them."""
+    """Each array alone is such a view, then all of them."""
     full = (4, 5, 6, 8)
     arrays = [data(full, seed=seed) for seed in range(3)]
     shape = view(arrays[0]).shape
@@ -357,7 +357,7 @@ def test_a_constant_has_no_variance(kernels: Any, shape: tuple[int, ...], dtype:
 def test_what_rounding_leaves_of_the_mean_is_not_lost(
     kernels: Any, shape: tuple[int, ...], parameters: Any
 ) -> None:
-    """In float32 a mean near 1e4 is off by up to 5e-4 of these standard deviations."""
+    """A mean near 1e4 in float32 is off by up to 5e-4 of these standard deviations."""
     i, dy = layer(shape, of=LIBRARIES[-1], parameters=parameters)
     i = i._replace(x=i.x - 3 + 1e4, eps=0.0)
     mean = 1e4 + np.linspace(0.0001, 0.0009, shape[1])
@@ -395,7 +395,7 @@ def test_results_have_memory_of_their_own(kernels: Any) -> None:
 @invalid
 @libraries
 def test_a_mark_stands_for_moments_that_are_not_finite(kernels: Any, of: Any) -> None:
-    """In their channels alone."""
+    """It stands in their channels alone."""
     marks = wire.mark(3), wire.NO_MARK
     for value in (np.nan, np.inf, 1e145):
         x = np.arange(24.0).reshape(4, 3, 2)

@@ -45,7 +45,7 @@ def _afresh() -> None:
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the interpreter has: how work is divided depends on their number."""
+    """The interpreter has one: how work is divided depends on their number."""
     properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
@@ -229,7 +229,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.skipif(DEVICE != "cpu", reason="the stand-in is for machines without CuPy")
 @orders
 def test_cupy_arrays_take_the_same_kernels(order: Any, cupy: Any, launched: list[str]) -> None:
-    """By the same kernels: in CuPy's stream, with its strides, and alive between the halves."""
+    """They run in CuPy's stream, with its strides, and its arrays stay alive between the halves."""
 
     def given(x: Any) -> Any:
         return x.numpy().copy(order="K").view(cupy.ndarray)

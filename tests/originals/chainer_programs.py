@@ -246,7 +246,7 @@ def gradients(make: Make, seed: int) -> list[Any]:
 
 @program
 def variables_in_place_of_parameters(make: Make, seed: int) -> list[Any]:
-    """As for a batch normalization whose scale another network computes."""
+    """A batch normalization whose scale another network computes has these."""
     link = make(3, use_gamma=False, use_beta=False)
     link.gamma, link.beta = (chainer.Variable(np.arange(1, 4, dtype="f") * k) for k in (1, 2))
     y = link(batch(seed))

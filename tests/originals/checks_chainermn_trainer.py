@@ -182,7 +182,7 @@ def assert_close(actual: dict[str, Any], expected: dict[str, Any], rtol: float =
 
 
 def assert_logs_close(actual: Any, expected: Any, first: int = 0) -> None:
-    """From entry `first` on: a snapshot of rank 0 gives the other rank its log so far."""
+    """Compare from entry `first` on: a snapshot of rank 0 gives the other rank its log so far."""
     assert len(actual) == len(expected) == 2
     for a, b in zip(actual[first:], expected[first:], strict=True):
         assert a.keys() == b.keys()
@@ -211,7 +211,7 @@ def check_trainer_equals_one_process_on_the_whole_batch(world: Communicator) -> 
 
 
 def check_resume_is_bit_for_bit(world: Communicator) -> None:
-    """From a snapshot of rank 0, which ChainerMN hands to all ranks, and from one of each rank."""
+    """The snapshot is rank 0's, which ChainerMN hands to all ranks, or one of each rank."""
     import chainermn
 
     def multi_node_snapshot() -> Any:

@@ -65,7 +65,7 @@ NORMS += [value for name, value in vars(nn).items() if "Norm" in name] + [Activa
 
 
 def found(model: nn.Module) -> list[list[str]]:
-    """By class, the paths of its instances; and what fvcore finds, with its precise statistics."""
+    """The paths of each class's instances; and what fvcore finds, with its precise statistics."""
     names = [[path for path, m in model.named_modules() if isinstance(m, cls)] for cls in NORMS]
     layers = {id(module) for module in get_bn_modules(model)}
     generator = torch.Generator().manual_seed(0)

@@ -62,7 +62,7 @@ def test_a_broken_surface_is_found(surface: str, quantity: str, by: float) -> No
 
 
 def verdicts_of(monkeypatch: Any, errors: Sequence[Error], absent: str = "") -> list[str]:
-    """Of a launch on one rank that has found `errors`."""
+    """The verdicts of a launch on one rank that has found `errors`."""
     monkeypatch.setattr(command, "importable", lambda name: name != absent)
     monkeypatch.setattr(command, "find_command", lambda name: None)
 
@@ -126,7 +126,7 @@ def test_a_shape_that_differs_is_an_infinite_error() -> None:
 
 
 def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
-    """With the names of the case and of the quantity that failed."""
+    """The names of the case and of the quantity that failed stand in it."""
     case = max((case.name for case in cases.CASES), key=len)
     surfaces = "numpy", "torch", "chainer"
     errors = [Error(np.inf, np.inf, 1e-6, "running_mean", case, each) for each in surfaces]
@@ -143,7 +143,7 @@ def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
 
 
 def test_a_case_of_recomputation_runs_each_step_again(monkeypatch: Any) -> None:
-    """In Chainer, `helpers.parity` finds one message more."""
+    """`helpers.parity` finds one message more in Chainer."""
     require.need("torch")
     from multibn.engine.recompute import replaying
 

@@ -81,7 +81,7 @@ def test_a_misspelt_pair_is_an_error_before_any_launch(
 
 
 def test_a_terminal_has_a_bar_below_the_rows() -> None:
-    """On a pseudo-terminal; elsewhere lines on stderr tell which launch runs."""
+    """A pseudo-terminal has it; elsewhere lines on stderr tell which launch runs."""
     require.need("cli")
     import pty
 

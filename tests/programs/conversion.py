@@ -114,7 +114,7 @@ def _classes(model: nn.Module) -> Mapping[str, type]:
 
 
 def _attributes(model: nn.Module) -> Mapping[str, Any]:
-    """Of each layer, by identity: parameters and buffers among them."""
+    """The attributes of each layer, by identity: parameters and buffers among them."""
     return {
         f"{path}.{name}": {k: id(v) for k, v in value.items()}
         if isinstance(value, dict)

@@ -46,7 +46,7 @@ def trained(model: Model) -> Row:
 
 
 def prepared(network: nn.Module) -> nn.Module:
-    """In float64, for training, without dropout."""
+    """The model in float64, for training, without dropout."""
     for part in network.modules():
         if isinstance(part, _DropoutNd):
             part.p = 0.0

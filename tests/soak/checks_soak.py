@@ -31,7 +31,7 @@ def _widths(world: Communicator) -> None:
 
 
 def check_each_leak_is_noticed(world: Communicator) -> None:
-    """By the name of what leaks, and the rank; the leaks are undone."""
+    """The notice has the name of what leaks, and the rank; the leaks are undone."""
     over_mpi = isinstance(world, MPI)
     columns = [name for name in COLUMNS if name != ("store keys" if over_mpi else _DUPLICATES)]
     growths = {}
@@ -46,7 +46,7 @@ def check_each_leak_is_noticed(world: Communicator) -> None:
 
 @contextmanager
 def _leak(column: str) -> Iterator[Callable[[Communicator], None]]:
-    """Of rank 1, at each turn."""
+    """Leak on rank 1, at each turn."""
     leaked: list[Any] = []
     event = threading.Event()
     undo: list[Callable[[], object]] = [leaked.clear, event.set]

@@ -104,7 +104,7 @@ def batch(n: int = 4, seed: int = 0, dtype: Any = torch.float64) -> Tensor:
 
 
 def weights(like: Tensor, seed: int = 9) -> Tensor:
-    """Of a loss: of either sign, and no zero, so that no wrong gradient is multiplied away."""
+    """Weights of a loss: no zero, so that no wrong gradient is multiplied away."""
     return batch(len(like), seed, like.dtype)
 
 
@@ -173,7 +173,7 @@ def test_a_copy_has_no_part_in_a_step(name: str) -> None:
 
 @every_layer
 def test_a_step_of_several_batches_moves_statistics_as_one_batch(name: str) -> None:
-    """By the elements that count; split k of the step is split k of all batches."""
+    """Elements that count move them; split k of the step is split k of all batches."""
     layer, whole = (make(name, running_var="unbiased_local") for _ in "ab")
     parts = [batch(n, seed) for seed, n in enumerate((4, 2, 6))]
     with step_statistics(layer):
@@ -412,7 +412,7 @@ WRONG_INPUTS: list[tuple[Any, Any, str]] = [
 
 @every_sharing_layer
 def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
-    """In evaluation it is one for the rank alone. Afterwards the layer still works."""
+    """It is one for the rank alone in evaluation. Afterwards the layer still works."""
 
     def run(communicator: Any) -> None:
         layer = make(name, process_group=communicator, dtype=torch.float32)
@@ -462,7 +462,7 @@ def test_default_device_and_dtype_are_of_no_concern(name: str, default: torch.dt
 
 
 def test_every_tensor_is_made_with_a_device_and_a_dtype() -> None:
-    """Of those that no pass of a layer in host memory makes, too; indices may have no dtype."""
+    """Tensors that only a GPU's pass makes are among them; indices may have no dtype."""
     makers = [f"torch.{n}" for n in ("empty", "zeros", "ones", "full", "tensor", "arange")]
     package = Path(multibn.__file__).parent
     wrong = [
@@ -479,7 +479,7 @@ def test_every_tensor_is_made_with_a_device_and_a_dtype() -> None:
 
 @every_layer
 def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
-    """For the backward pass: the input, and a mask. A ReLU that is fused needs no other."""
+    """The backward pass needs the input, and a mask. A ReLU that is fused needs no other."""
     layer, x = make(name), batch(64)
     saved: list[Tensor] = []
 
@@ -520,7 +520,7 @@ def _resident(field: str) -> int:
 def test_a_step_needs_no_memory_beside_inputs_and_outputs(
     memory_format: torch.memory_format,
 ) -> None:
-    """Of their size. Arrays of 33 MB or more go back to the system at once, and so are counted."""
+    """Arrays of 33 MB or more go back to the system at once, and so are counted."""
     require.need("core")
     x, dy = (torch.randn(48, 64, 64, 64).to(memory_format=memory_format) for _ in "ab")
     x.requires_grad_()

@@ -128,7 +128,7 @@ class StoreStatusBoard:
 
 
 class Meetings(StoreStatusBoard):
-    """Of all ranks, before those of a group have met; an earlier run may have left notices."""
+    """The notices of all ranks before those of a group have met; some may be of an earlier run."""
 
     def read(self) -> dict[int, Status]:
         """Those that are of this run, as far as is known; a failure must be known to be."""

@@ -187,7 +187,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 class _Transport(Transport):
-    """Of one group: shared memory, a gloo group of multibn's own, or the group itself."""
+    """The ways of one group: shared memory, a gloo group of multibn's own, or the group itself."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

@@ -281,6 +281,6 @@ def _least(x):
 
 @triton.jit
 def _sum(v, COLUMNS: constexpr):
-    """Per-channel sums of a tile."""
+    """The sums of a tile, for each channel."""
     v = tl.sum(v, 0, keep_dims=True)
     return v if COLUMNS else tl.sum(v, 1, keep_dims=True)

@@ -160,7 +160,7 @@ def coefficients_of(mean, var, weight, bias, coefficients, eps, C, BLOCK: conste
 def gradient_coefficients(
     summed, mean, var, weight, element_weight, coefficients, eps, C, BLOCK: constexpr
 ):
-    """As `reference.gradient_coefficients`, for the code of a compiler; `weight` may be None."""
+    """Do as `reference.gradient_coefficients`, for the code of a compiler; `weight` may be None."""
     c, exists = _channels(C, BLOCK)
     DTYPE = coefficients.dtype.element_ty
     m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)

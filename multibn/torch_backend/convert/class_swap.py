@@ -128,7 +128,7 @@ class _OwnForward(_Derived):
 
 
 class _Sharing(TorchFunctionMode):
-    """In this context, batch norm with a layer's running mean is the one of this package."""
+    """A context in which batch norm with a layer's running mean is the one of this package."""
 
     def __init__(self, layer: _OwnForward) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _Sharing(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """In the place of torch.nn.functional.batch_norm."""
+        """Take the place of torch.nn.functional.batch_norm."""
         layer = self.layer
         own = running_mean is (layer.running_mean if layer.track_running_stats else None)
         self.reached |= own

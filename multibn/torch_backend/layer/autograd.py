@@ -30,14 +30,20 @@ from multibn.engine.running import StepAccumulator, update_running
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference
 from multibn.kernels.layout import sizes_in_memory
+from multibn.torch_backend._torch_private import (
+    ACTIVE_DDP,
+    MAKE_FX,
+    TANGENT_LEVEL,
+    get_dispatch_mode,
+    get_tracing_state,
+    is_any_autocast_enabled,
+    is_legacy_batchedtensor,
+    transforms_are_active,
+)
 from multibn.torch_backend.layer import dtensors
 
 _NOTHING = nullcontext()
 _group: Any = dist.group if dist.is_available() else None
-
-
-# The dispatch mode in which make_fx writes operations down. Compiled code cannot ask for a mode.
-MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
 
 
 def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
@@ -47,15 +53,15 @@ def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
     and the running statistics. The rows of the table are tests/torch_backend/layer/test_guard.py's.
     """
     x: Any = args.x
-    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    ddp: Any = getattr(DistributedDataParallel, ACTIVE_DDP, None)
     if (
         type(x) is not Tensor
         or x.layout is not torch.strided
         or x.is_nested
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0  # tangents
-        or torch._C._get_dispatch_mode(MAKE_FX)
-        or torch._C._get_tracing_state() is not None
+        or transforms_are_active()
+        or getattr(forward_ad, TANGENT_LEVEL, -1) >= 0  # tangents
+        or get_dispatch_mode(MAKE_FX)
+        or get_tracing_state() is not None
         or (ddp is not None and ddp._join_config.enable)
     ):
         return None
@@ -110,12 +116,12 @@ def running_of(
 
 def is_transformed() -> bool:
     """Whether torch.func transforms this call, or forward mode may have tangents for its inputs."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transforms_are_active() or getattr(forward_ad, TANGENT_LEVEL, -1) >= 0
 
 
 def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
     """A context in which operations on tensors like `x` keep their dtypes."""
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             return torch.autocast(kind, enabled=False)
@@ -203,11 +209,7 @@ def find_nan(g: Gradient, communicator: Communicator) -> None:
 
 def _needs_graph(dy: Tensor) -> bool:
     """Whether torch is to differentiate the backward pass (`create_graph`), or to batch it."""
-    return (
-        torch.is_grad_enabled()
-        or is_transformed()
-        or torch._C._functorch.is_legacy_batchedtensor(dy)
-    )
+    return torch.is_grad_enabled() or is_transformed() or is_legacy_batchedtensor(dy)
 
 
 def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> list[Tensor | None]:
@@ -304,11 +306,7 @@ class _AllReduce(torch.autograd.Function):
 
 def _checked(x: Tensor, num_ranks: int) -> Tensor:
     """`x`, unless torch hides its numbers, or those of a tangent, from the layer."""
-    if (
-        is_transformed()
-        or torch._C._get_dispatch_mode(MAKE_FX)
-        or torch._C._functorch.is_legacy_batchedtensor(x)
-    ):
+    if is_transformed() or get_dispatch_mode(MAKE_FX) or is_legacy_batchedtensor(x):
         raise NotImplementedError(
             "torch.func, make_fx, forward mode, `vectorize=True` in torch.autograd.functional and "
             "`is_grads_batched=True` in torch.autograd.grad work for a layer of one process: got "

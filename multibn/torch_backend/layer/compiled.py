@@ -16,8 +16,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -30,6 +28,12 @@ from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference, select
 from multibn.kernels.layout import channels
+from multibn.torch_backend._torch_private import (
+    IS_EXPORTING,
+    EffectType,
+    FakeTensor,
+    register_effectful_op,
+)
 from multibn.torch_backend.layer import autograd, dtensors, functional
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
@@ -48,7 +52,7 @@ def takes(x: Any, /) -> bool:
 
 def is_written() -> bool:
     """Whether an exported program or a trace is made, which can hold torch's own batch norm."""
-    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
+    return getattr(torch.compiler, IS_EXPORTING) or torch.jit.is_tracing()
 
 
 def _has_no_data(x: Any) -> bool:
@@ -58,14 +62,13 @@ def _has_no_data(x: Any) -> bool:
 def forward(
     args: NormArgs, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
-    """As `functional.forward`, in compiled code and without data, too.
+    """Do as `functional.forward`, in compiled code and without data, too.
 
     Compiled code cannot tell whether it runs in a recomputation. There, a batch has a count of 0,
     by which running statistics do not move.
     """
     compiling = torch.compiler.is_compiling()
-    # Not is_exporting(): the compiler of torch 2.11 takes that for true in torch.compile as well.
-    if compiling and torch.compiler._is_exporting_flag:
+    if compiling and getattr(torch.compiler, IS_EXPORTING):
         raise RuntimeError(
             "torch.export cannot export layers that share statistics in training: the program "
             "would need the processes of this run. Call model.eval() first, or export a copy of "
@@ -104,7 +107,7 @@ def forward(
 def mask_of(
     x: Any, mask: Any, lengths: Any, num_channels: int, communicator: Communicator
 ) -> Tensor | None:
-    """As `functional.mask_of`; in compiled code an operator."""
+    """Do as `functional.mask_of`; in compiled code an operator does so."""
     if (mask is None and lengths is None) or not torch.compiler.is_compiling():
         return functional.mask_of(x, mask, lengths, num_channels, communicator)
     checked: Tensor = torch.ops.multibn.mask(x, mask, lengths, num_channels, id(communicator))
@@ -130,7 +133,7 @@ def operator(
         _LIBRARY.impl(name, function, kind)
         if like is not None:
             torch.library.register_fake(f"multibn::{name}", like, lib=_LIBRARY)
-            _register_effectful_op(getattr(torch.ops.multibn, name).default, _EffectType.ORDERED)
+            register_effectful_op(getattr(torch.ops.multibn, name).default, EffectType.ORDERED)
         return function
 
     return define

@@ -18,17 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.communicator import identity
 from multibn.communicators.layer_communicator import LayerCommunicator, during
+from multibn.torch_backend._torch_private import ACTIVE_DDP, OF_DDP
 
-# Private parts of DDP, the same in torch 2.10 to 2.13. If one is missing, DDP stays as it is.
-_PRIVATE = ["_assign_modules_buffers", "_has_rebuilt_buckets"]
-_PRIVATE += ["parameters_to_ignore", "will_sync_module_buffers"]
+# Parts of DDP that its documentation does not name. If one is missing, DDP stays as it is.
+_PARTS = *OF_DDP, "parameters_to_ignore", "will_sync_module_buffers"
 
 _meetings: WeakKeyDictionary[nn.Module, Communicator] = WeakKeyDictionary()
 
 
 def watch_active() -> None:
     """`watch` the DDP whose forward pass is running, if any."""
-    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    ddp = getattr(DistributedDataParallel, ACTIVE_DDP, None)
     if ddp is not None and ddp not in _meetings:
         watch(ddp)
 
@@ -40,7 +40,7 @@ def watch(ddp: Any, /) -> None:
     """
     group = as_communicator(ddp.process_group)
     _meetings.setdefault(ddp, LayerCommunicator(group, lambda: "DistributedDataParallel"))
-    if not all(hasattr(ddp, name) for name in _PRIVATE):
+    if not all(hasattr(ddp, name) for name in _PARTS):
         return
     # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
     equal = {

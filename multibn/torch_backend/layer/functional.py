@@ -17,6 +17,12 @@ from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference
 from multibn.options import NormOptions
+from multibn.torch_backend._torch_private import (
+    ACTIVE_DDP,
+    MAKE_FX,
+    get_dispatch_mode,
+    get_tracing_state,
+)
 from multibn.torch_backend.layer import autograd, data_parallel, dtensors
 
 
@@ -163,7 +169,7 @@ def forward(
         function = partial(forward, weighting=weighting)
         return dtensors.forward(function, args, num_channels, communicator)
     check(args, num_channels, communicator)
-    if autograd.is_transformed() or torch._C._get_dispatch_mode(autograd.MAKE_FX):
+    if autograd.is_transformed() or get_dispatch_mode(MAKE_FX):
         return autograd.differentiable_forward(args, communicator, weighting=weighting)
     needed = autograd.needs_gradient(args.x)
     with torch.no_grad():  # as the pass runs, for which any kernels will do
@@ -176,7 +182,7 @@ def forward(
 def check(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
     """Raise unless a layer can normalize this input, here and now. Collective if it raises."""
     data_parallel.watch_active()
-    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    ddp: Any = getattr(DistributedDataParallel, ACTIVE_DDP, None)
     # Inside its join, a rank without data runs the collectives of DistributedDataParallel only,
     # which the other ranks would take for a layer's.
     joins = ddp is not None and ddp._join_config.enable
@@ -187,7 +193,7 @@ def check(args: NormArgs, num_channels: int | None, communicator: Communicator) 
             "multibn.torch.join, or join(throw_on_early_termination=True), which ends "
             "with the first rank that runs out of data."
         )
-    if torch._C._get_tracing_state() is not None:
+    if get_tracing_state() is not None:
         raise RuntimeError(
             "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
             "layers that compute statistics of a batch. Call model.eval() first, or trace a copy "

@@ -261,7 +261,7 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """As `SyncBatchNorm1d`, for nn.BatchNorm2d.
+    """The `SyncBatchNorm1d` of nn.BatchNorm2d.
 
     Examples
     --------
@@ -277,7 +277,7 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """As `SyncBatchNorm1d`, for nn.BatchNorm3d.
+    """The `SyncBatchNorm1d` of nn.BatchNorm3d.
 
     Examples
     --------

@@ -219,7 +219,7 @@ class _SubBatchNorm(SyncNormBase):
 
 
 class SubBatchNorm1d(_SubBatchNorm):
-    """As `SubBatchNorm3d`, for an input of shape `(N, C)` or `(N, C, L)`.
+    """The `SubBatchNorm3d` of inputs of shape `(N, C)` or `(N, C, L)`.
 
     Examples
     --------
@@ -235,7 +235,7 @@ class SubBatchNorm1d(_SubBatchNorm):
 
 
 class SubBatchNorm2d(_SubBatchNorm):
-    """As `SubBatchNorm3d`, for an input of shape `(N, C, H, W)`.
+    """The `SubBatchNorm3d` of inputs of shape `(N, C, H, W)`.
 
     Examples
     --------

@@ -7,7 +7,6 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -18,6 +17,7 @@ from multibn.communicators.handshake import agree
 from multibn.engine.consistency import check_equal, largest_group
 from multibn.engine.running import pool_running
 from multibn.kernels.reference import as_wide
+from multibn.torch_backend._torch_private import flatten_dense_tensors, unflatten_dense_tensors
 from multibn.torch_backend.layer import dtensors
 from multibn.torch_backend.layer.base import SyncNormBase
 
@@ -129,7 +129,7 @@ def sync_running_stats(
     communicator = participants(model, process_group)
 
     def flat(buffers: Sequence[Tensor]) -> Tensor:
-        return _flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
+        return flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
 
     if how == "broadcast":
         buffers = [*means, *variances, *counters]
@@ -142,7 +142,7 @@ def sync_running_stats(
         result = torch.cat(
             pool_running(mean, var, lambda a: communicator.allreduce(a) / communicator.size)
         )
-    for buffer, part in zip(buffers, _unflatten_dense_tensors(result, buffers), strict=True):
+    for buffer, part in zip(buffers, unflatten_dense_tensors(result, buffers), strict=True):
         buffer.copy_(part)
 
 
@@ -218,7 +218,7 @@ def average_gradients(
         if p.requires_grad:
             alike[dtype, p.device].append(p)
     for (dtype, _), group in alike.items():
-        gradients = _flatten_dense_tensors(
+        gradients = flatten_dense_tensors(
             [
                 (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).to(dtype)
                 for p in group
@@ -226,5 +226,5 @@ def average_gradients(
         )
         # Divided before the sum, which may overflow in 16 bits.
         mean = communicator.allreduce(gradients / communicator.size)
-        for p, part in zip(group, _unflatten_dense_tensors(mean, group), strict=True):
+        for p, part in zip(group, unflatten_dense_tensors(mean, group), strict=True):
             p.grad = part

@@ -1,4 +1,4 @@
-"""Under mpiexec only: ChainerMN's communicators, and its own link as a peer.
+"""ChainerMN's communicators, and its own link as a peer; under mpiexec only.
 
 chainermn is imported by the checks, not here: importing it initialises MPI.
 """

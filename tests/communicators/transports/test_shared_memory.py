@@ -117,7 +117,7 @@ def test_memory_goes_when_nobody_has_it() -> None:
 
 
 def _descriptors() -> int:
-    """Of such memory; other threads, which launch ranks meanwhile, open and close descriptors."""
+    """The descriptors of such memory; other threads, which launch ranks, open and close others."""
     opened = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -168,7 +168,7 @@ def test_what_has_no_room_is_left_to_others() -> None:
 
 
 def test_the_first_numbers_of_unlike_messages_are_summed() -> None:
-    """By these the ranks see that their messages are unlike."""
+    """The ranks see by these that their messages are unlike."""
 
     def sums(machine: SharedMemory) -> list[float]:
         a = np.arange(2.0 + 1000 * machine.rank)
@@ -291,7 +291,7 @@ def test_the_last_to_arrive_wakes_those_who_sleep(gate: HostArray) -> None:
 def test_cores_are_offered_for_long_where_there_are_enough(
     can_tell: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the process, or of the machine where the system does not tell."""
+    """The cores are those of the process, or of the machine where the system does not tell."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5})
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     if not can_tell:

@@ -84,7 +84,7 @@ def _kept(steps: Any, found: dict[int, Any], rank: int) -> Iterator[Any]:
 
 
 def test_keys_of_one_run_are_of_no_other() -> None:
-    """Of runs over one store, the first ends with all ranks in it, or while one is late."""
+    """The first of the runs over one store ends with all ranks in it, or while one is late."""
     store = dist.HashStore()
     for size in (2, 3, 1, 3):
         found = dict[int, Any]()

@@ -135,7 +135,7 @@ def test_converting_again_changes_nothing() -> None:
 def test_other_options_for_layers_that_share_already_are_named(
     options: dict[str, Any], named: str
 ) -> None:
-    """Before, they had no effect, and nobody was told. Layers that are new have the options."""
+    """They once had no effect, and nobody was told. Layers that are new have the options."""
     first: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), SingleProcess())
     both: Any = nn.Sequential(first[0], nn.BatchNorm2d(3))
     for model in (first, both):

@@ -131,7 +131,7 @@ def test_a_shallow_copy_is_a_layer_of_its_own() -> None:
 
 
 class Tokens(nn.BatchNorm1d):
-    """Of `(N, L, C)`, as transformers have them, in a list; with a table, and its mean."""
+    """Tokens `(N, L, C)`, as transformers have them, in a list; with a table, and its mean."""
 
     def forward(self, xs: Any, table: Tensor) -> Any:  # type: ignore[override]
         (x,) = xs

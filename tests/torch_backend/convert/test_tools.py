@@ -175,7 +175,7 @@ def test_programs_can_hold_layers_without_running_statistics_in_evaluation() -> 
 
 
 def test_make_fx_gives_a_program_of_the_same_numbers() -> None:
-    """In one process; as of torch's own layers, the program moves the model's buffers."""
+    """The program moves the model's buffers, as that of torch's own layers does."""
     plain = nn.Sequential(nn.BatchNorm2d(3)).double()
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     for x in (X.double(), 2 * X.double()):

@@ -89,7 +89,7 @@ class Amp(AmpOptimWrapper):  # type: ignore[misc, unused-ignore]
 
 
 class WithItsOwnStep(Net):
-    """Without a mode "loss"."""
+    """A model without a mode "loss"."""
 
     def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
         assert mode == "tensor"
@@ -209,7 +209,7 @@ def check_the_hook_runs_every_second_epoch(world: Communicator) -> None:
 
 
 def check_the_hook_runs_every_second_iteration(world: Communicator) -> None:
-    """With an endless sampler: on the next batches of the training."""
+    """It runs on the next batches of the training where the sampler is endless."""
     runner, after = _train(
         {"interval": 2, "num_samples": 4 * BATCH_SIZE * world.size},
         sampler="InfiniteSampler",
@@ -249,7 +249,7 @@ def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
 
 
 def check_a_pass_takes_all_data_whatever_training_has_seen(world: Communicator) -> None:
-    """With a sampler that begins anew, a pass takes all data, whatever the training has seen."""
+    """A sampler that begins anew gives a pass all data, whatever the training has seen."""
     runner, after = _train(
         {"interval": 2},
         loader={"batch_size": 2},

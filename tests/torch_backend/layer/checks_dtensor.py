@@ -141,7 +141,7 @@ def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Comm
 
 
 def check_layers_train_in_all_placements(world: Communicator) -> None:
-    """With plain parameters, and with parameters and buffers on the mesh."""
+    """Parameters and buffers are plain, or on the mesh."""
     mesh, whole = _mesh(2, 2), _expected(_layer(), 2)
     for placements in itertools.product(PLACEMENTS, PLACEMENTS):
         _train(_layer(), mesh, placements, whole, world)
@@ -231,7 +231,7 @@ def _steps(model: Any, mesh: Any, place: Any) -> list[Any]:
 
 
 def check_a_forward_pass_of_its_own_takes_dtensors(world: Communicator) -> None:
-    """As the layer with a ReLU behind."""
+    """It gives what the layer with a ReLU behind gives."""
     mesh = _mesh(2, 2)
     layers = nn.Sequential(SyncBatchNorm(C), nn.ReLU()), _Activated(C)
     results = [_steps(convert_sync_batchnorm(n.double()), mesh, BOTH) for n in layers]

@@ -67,7 +67,7 @@ def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> Non
 
 
 def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
-    """Over float16 and a GradScaler, eager and compiled; rank 1 overflows in step 2."""
+    """Rank 1 overflows in step 2 in float16, with a GradScaler, eager and compiled."""
     names = []
     for compiled in (False, True):
         found = []

@@ -26,7 +26,7 @@ def _layer(*arguments: Any, cls: Any = SubBatchNorm2d, **options: Any) -> Any:
 
 
 def check_splits_are_those_of_the_global_batch(world: Communicator) -> None:
-    """Against the oracle on each split of all ranks, of unlike sizes, one of them empty."""
+    """The oracle takes each split of all ranks, of unlike sizes, one of them empty."""
     rng = np.random.default_rng(0)
     shapes = [(2 + 2 * rank, C, 3 + rank, 4) for rank in range(world.size)]
     if world.size > 1:
@@ -82,7 +82,7 @@ def check_a_rank_with_frozen_splits_is_wrong_alone(world: Communicator) -> None:
 
 @only("torchrun")
 def check_ddp_trains_the_layer(world: Communicator) -> None:
-    """Under DistributedDataParallel, as the model of one process on the whole batch."""
+    """DistributedDataParallel gives the model of one process on the whole batch."""
     from torch.nn.parallel import DistributedDataParallel
 
     def model(**options: Any) -> nn.Sequential:

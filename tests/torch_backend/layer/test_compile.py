@@ -224,7 +224,7 @@ class Compared(fx.Interpreter):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"bias": False}], ids=str)
 def test_operators_give_what_the_compiler_was_told(dtype: Any, options: Any) -> None:
-    """With parameters in float32, as in mixed precision."""
+    """Parameters are in float32, as in mixed precision."""
 
     def compile_graph(graph: Any, _: Any) -> Any:
         return make_boxed_func(Compared(graph).run)

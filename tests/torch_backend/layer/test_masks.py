@@ -231,7 +231,7 @@ def test_an_input_with_channels_last_is_told_of_the_transpose() -> None:
 
 @pytest.mark.parametrize("tracks", [True, False])
 def test_a_reverted_layer_takes_masks(tracks: bool) -> None:
-    """With the numbers of the layer that it was, which shared with nobody."""
+    """The numbers are those of the layer that it was, which shared with nobody."""
     layers = [layer_of(track_running_stats=tracks) for _ in "ab"]
     layers[1] = revert_sync_batchnorm(layers[1])
     x, lengths, mask = batch(0)

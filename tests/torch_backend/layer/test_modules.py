@@ -47,7 +47,7 @@ def make(*arguments: Any, **options: Any) -> Any:
 def test_alone_it_is_torchs_batch_norm(
     dimensions: int, options: dict[str, Any], momentum: float | None
 ) -> None:
-    """In outputs, gradients and the state, which either layer loads."""
+    """Outputs, gradients and the state, which either layer loads, are equal."""
     reference_class, shapes = SHAPES[dimensions]
     for shape in shapes:
         theirs: Any = reference_class(4, momentum=momentum, dtype=torch.float64, **options)
@@ -165,7 +165,7 @@ def test_statistics_belong_to_the_caller_and_not_to_the_backward_pass() -> None:
 
 
 def test_without_a_counter_a_cumulative_average_stays() -> None:
-    """As that of nn.BatchNorm1d, whose factor is 0 then."""
+    """So does that of nn.BatchNorm1d, whose factor is 0 then."""
     x = torch.randn(4, 3)
     theirs, ours = nn.BatchNorm1d(3, momentum=None), SyncBatchNorm(3, momentum=None)
     for layer in (theirs, ours):

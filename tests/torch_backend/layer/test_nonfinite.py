@@ -31,7 +31,7 @@ from multibn.torch_backend import (  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def nobody_has_told() -> None:
-    """As in a new step: a layer warns unless it may have its NaN from the one that warned last."""
+    """A new step: a layer warns unless it may have its NaN from the one that warned last."""
     nonfinite_batches._told = nonfinite_batches._NOBODY
 
 

@@ -279,7 +279,7 @@ def test_a_frozen_layer_takes_any_batch_that_can_be_split() -> None:
 
 
 def test_evaluation_may_use_the_statistics_of_the_batch() -> None:
-    """As test-time adaptation has them: the batch norms of a model in evaluation train."""
+    """Test-time adaptation does so: the batch norms of a model in evaluation train."""
     layer = trained(momentum=1.0).eval()
     layer.bn.train()
     before = copy.deepcopy(layer.split_bn.state_dict())
@@ -290,7 +290,7 @@ def test_evaluation_may_use_the_statistics_of_the_batch() -> None:
 
 
 def test_a_part_of_another_class_is_called() -> None:
-    """By a tool that replaces every nn.BatchNorm3d of a model."""
+    """A tool replaces every nn.BatchNorm3d of a model."""
     ours, theirs = trained(), trained()
     for name in ("bn", "split_bn"):
         part: Any = nn.BatchNorm3d(getattr(ours, name).num_features, affine=False)

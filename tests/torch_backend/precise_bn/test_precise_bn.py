@@ -121,7 +121,7 @@ def precise(model: nn.Module, data: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_statistics_are_exact(kind: str) -> None:
-    """Of all elements in float64, for which fvcore's E[x^2] - E[x]^2 in float32 lacks digits."""
+    """All elements count in float64; fvcore's E[x^2] - E[x]^2 in float32 lacks digits."""
     model = Net(LAYERS[kind])
     data = batches(mean=1e4)
     shown = [inputs_of(model, layer, data) for layer in (model.bn1, model.bn2)]
@@ -318,7 +318,7 @@ class Several(NamedTuple):
 
 @pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "pairs of packed", "packed", "named"])
 def test_the_first_of_several_things_goes_in_and_one_thing_goes_in_whole(kind: str) -> None:
-    """Of `num_samples`, four sequences are as many samples, whatever they are wrapped in."""
+    """Four sequences are as many samples of `num_samples`, whatever they are wrapped in."""
     sequences = [torch.randn(n, 2) for n in (5, 3, 9, 4, 7, 2, 6, 8)]
     packs = [nn.utils.rnn.pack_sequence(sequences[k : k + 4], False) for k in (0, 4)]
     made: Any = {
@@ -368,7 +368,7 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_moments_of_16_bits_are_taken_in_float32(autocast: bool) -> None:
-    """Of what a layer is shown; buffers keep their dtype."""
+    """They are those of what a layer is shown; buffers keep their dtype."""
     model, data = Net(), batches()
     if not autocast:
         model.bfloat16()

@@ -182,7 +182,7 @@ def check_the_padded_batch_is_the_batch_without_padding(world: Communicator) -> 
 
 @only("torchrun")
 def check_fsdp_shards_whole_chains(world: Communicator) -> None:
-    """As one process on the whole batch; parts of F and G are refused, or stored."""
+    """Numbers are one process's on the whole batch; parts of F and G are refused, or stored."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

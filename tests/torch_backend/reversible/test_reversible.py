@@ -119,7 +119,7 @@ def train(model: Any, step: Callable[..., Sequence[Tensor]] = step, *, xs: Any =
 
 
 def error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """Of the gradients' global norm; which of them are None must be equal."""
+    """The error of the gradients' global norm; which of them are None must be equal."""
     assert [g is None for g in found] == [g is None for g in expected]
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None]
     flat, true = (torch.cat([g.double().flatten() for g in gs]) for gs in zip(*pairs, strict=True))
@@ -293,7 +293,7 @@ def test_defect_12_batch_norms_count_a_batch_once(norm: Make) -> None:
 
 
 def test_defect_16_the_streams_are_not_swapped() -> None:
-    """Against the equations, for streams of different widths."""
+    """The streams follow the equations, with different widths."""
     torch.manual_seed(0)
     f, g = Mlp(5, out=3).double(), Mlp(3, out=5).double()
     x1, x2 = inputs(dim=3)[0], inputs(dim=5)[1]

@@ -72,7 +72,7 @@ def _meetings(ddp: Any) -> CountingCommunicator:
 
 
 def check_equal_statistics_leave_the_broadcast(world: Communicator) -> None:
-    """After the first forward pass; at once, if the model is converted inside the wrapper."""
+    """They leave after a forward pass; at once, if the model is converted in the wrapper."""
     ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
     assert len(_broadcast(ddp)) == 6
     _train(ddp, world, 1)
@@ -87,7 +87,7 @@ def check_equal_statistics_leave_the_broadcast(world: Communicator) -> None:
 
 
 def check_other_buffers_are_broadcast_as_ever(world: Communicator) -> None:
-    """After a message in which the ranks meet, in training only."""
+    """A message in which the ranks meet comes before, in training only."""
     ddp = DistributedDataParallel(convert_sync_batchnorm(_WithBuffer(1.0 + world.rank)))
     _train(ddp, world, 1)
     assert _broadcast(ddp) == {"scale"}
@@ -218,7 +218,7 @@ def check_compiled_models_of_several_buckets_need_inductor(
 def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
     """One without the private parts that this takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel, "_PRIVATE", ("no_such_part",))
+        patch.setattr(data_parallel, "_PARTS", ("no_such_part",))
         ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
         _train(ddp, world)
     assert len(_broadcast(ddp)) == 6

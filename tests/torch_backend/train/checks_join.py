@@ -125,7 +125,7 @@ def check_errors_are_raised_on_all_ranks(world: Communicator) -> None:
 
 
 def check_breaking_off_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
-    """On one rank it is an error on all, unless nobody has a batch left; on all it is none."""
+    """It is no error where nobody has a batch left, or where all ranks break off."""
     culprit = world.size - 1
     guilty = world.rank == culprit
     x = torch.ones(2, 3)
@@ -136,7 +136,7 @@ def check_breaking_off_on_one_rank_is_an_error_on_all(world: Communicator) -> No
 
 
 def check_the_largest_group_of_layers_takes_part(world: Communicator) -> None:
-    """Without a group: the ranks of the largest group of layers."""
+    """The ranks of the largest group of layers take part where no group is given."""
     alone = world.split(world.rank)
     counting = CountingCommunicator(world)
     model = nn.Sequential(
@@ -151,7 +151,7 @@ def check_the_largest_group_of_layers_takes_part(world: Communicator) -> None:
 
 
 def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
-    """As the README calls them, without a communicator, on torch.distributed and on MPI."""
+    """README calls them without a communicator, on torch.distributed and on MPI."""
     norm = nn.BatchNorm1d(1, momentum=1.0, dtype=torch.float64)
     model = convert_sync_batchnorm(nn.Sequential(norm), world)
     layer: Any = model[0]
@@ -207,7 +207,7 @@ def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
 
 
 def check_differences_of_models_are_found(world: Communicator) -> None:
-    """By the names of the state, and none in layers that have no shape yet."""
+    """They are found by the names of the state, and none in layers that have no shape yet."""
     model = convert_sync_batchnorm(_network(), world)
     model.append(nn.BatchNorm1d(5, dtype=torch.bfloat16)).append(nn.LazyLinear(2))
     counting = CountingCommunicator(world)

@@ -123,7 +123,7 @@ def test_reversible_mode_gives_the_numbers_of_stored_mode(options: dict[str, Any
 
 @pytest.mark.parametrize("mode", ["auto", *MODES])
 def test_evaluation_is_ordinary_autograd(mode: str) -> None:
-    """In each mode, as in the original: one graph, and gradients of gradients."""
+    """It is so in each mode, as in the original: one graph, and gradients of gradients."""
     x = images().requires_grad_()
     expected, model = (small(mode=m, dropout_rate=0.5).eval() for m in ("stored", mode))
     torch.compiler.reset()
@@ -224,7 +224,7 @@ def test_a_norm_can_be_chosen_by_its_role() -> None:
 
 
 def test_images_may_have_other_resolutions() -> None:
-    """Without position embeddings, weights know nothing of the size of the image."""
+    """Weights know nothing of the size of the image where there are no position embeddings."""
     options: dict[str, Any] = {"use_abs_pos": False}
     y = small(**options)(images(2, 64))
     assert torch.equal(y, small(**options, crop_size=64)(images(2, 64)))

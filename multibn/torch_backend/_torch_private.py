@@ -1,0 +1,34 @@
+"""The private names of torch that the layers use; torch 2.10 to 2.13 have every one.
+
+Four are attributes of torch's own objects, whose values change, and stand here as names.
+"""
+
+import torch
+from torch._C import _functorch
+from torch._higher_order_ops import effects
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+# Whether torch.func transforms this call; the dispatch modes, make_fx's among them, which compiled
+# code cannot ask for; torch.jit's trace; autocast; the tensors of `is_grads_batched`.
+transforms_are_active = torch._C._are_functorch_transforms_active
+get_dispatch_mode = torch._C._get_dispatch_mode
+MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
+get_tracing_state = torch._C._get_tracing_state
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+is_legacy_batchedtensor = _functorch.is_legacy_batchedtensor
+# By which the compiler keeps operators that communicate in their order.
+EffectType, register_effectful_op = effects._EffectType, effects._register_effectful_op
+# torch.nn.utils has the like for parameters, of one dtype.
+flatten_dense_tensors = torch._utils._flatten_dense_tensors
+unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
+
+# DistributedDataParallel's: the model whose forward pass runs. Without it, its `join` and its
+# broadcasts are not watched.
+ACTIVE_DDP = "_active_ddp_module"
+# torch.autograd.forward_ad's: how deep forward mode is, -1 outside of it.
+TANGENT_LEVEL = "_current_level"
+# torch.compiler's: whether torch.export runs. `is_exporting()` of torch 2.11 is true in
+# torch.compile, too.
+IS_EXPORTING = "_is_exporting_flag"
+# DistributedDataParallel's, without which it stays as it is.
+OF_DDP = "_assign_modules_buffers", "_has_rebuilt_buckets"
