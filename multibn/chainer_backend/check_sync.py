@@ -15,7 +15,7 @@ def participants(model: chainer.Link, comm: CommunicatorLike, /) -> Communicator
     if comm is not None:
         return as_communicator(comm)
     links = [link for link in model.links() if isinstance(link, MultiNodeBatchNormalization)]
-    groups = [link.layer_communicator.wrapped for link in links] or [as_communicator()]
+    groups = [link.layer_communicator.communicator for link in links] or [as_communicator()]
     return largest_group(groups, parameter="comm")
 
 

@@ -175,15 +175,15 @@ class MultiNodeBatchNormalization(chainer.Link):
     @property
     def layer_communicator(self) -> LayerCommunicator:
         """The link's communicator, under the name that the link has in its model."""
-        if self not in _conversations:
+        if self not in _layer_communicators:
             own = weakref.ref(self)
-            _conversations[self] = LayerCommunicator(
+            _layer_communicators[self] = LayerCommunicator(
                 self._communicator,
                 lambda: _name(own()),
                 built=self._built,
                 options=lambda: vars(LinkOptions.of(own())),
             )
-        return _conversations[self]
+        return _layer_communicators[self]
 
     @property
     def comm(self) -> Any:
@@ -197,7 +197,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         # None stands for no ChainerMN communicator: the backend waits for the next one.
         backend = "auto" if comm is None else self._communication_backend
         self._communicator = _wrapped(comm, backend)
-        _conversations.pop(self, None)
+        _layer_communicators.pop(self, None)
 
     def forward(
         self,
@@ -306,8 +306,8 @@ class MultiNodeBatchNormalization(chainer.Link):
         return chainer.Parameter(initializer, self.avg_mean.shape)
 
 
-# Not attributes of the links: a copy of a link needs its own conversation, with its own name.
-_conversations: WeakKeyDictionary[chainer.Link, LayerCommunicator] = WeakKeyDictionary()
+# Not attributes of the links: a copy of a link needs a communicator of its own, with its own name.
+_layer_communicators: WeakKeyDictionary[chainer.Link, LayerCommunicator] = WeakKeyDictionary()
 
 # The links in a step of `step_statistics`, and their pools after a call. Copies are in no step.
 steps: WeakKeyDictionary[chainer.Link, StepAccumulator | None] = WeakKeyDictionary()

@@ -28,6 +28,7 @@ from multibn.communicators.diagnostics import (
     group_ranks_by,
     log_and_raise,
     log_last_error,
+    senders,
     uncaught,
 )
 from multibn.communicators.polling import Poll, chain
@@ -131,6 +132,13 @@ class Channel:
         raise_for_kinds(self, kind, text, head)
         return None
 
+    def refuse(self) -> None:
+        """Take part in the others' message, whatever it is, as a rank that refuses its input."""
+        text = "a refusal"
+        self._open(text)
+        self.transport.block[: wire.HEAD] = wire.head(wire.mark(self.rank))
+        self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)
+
     def buffer(self, n: int, text: object) -> Buffer:
         """Memory for payloads of `n` numbers; `watchdog.wait(buffer.begin, ...)` sums them.
 
@@ -215,8 +223,8 @@ def raise_for_kinds(communicator: Any, kind: str, text: str, head: list[float]) 
     if wire.is_refused(head):
         log_and_raise(
             RuntimeError,
-            f"rank {communicator.rank} cannot go on, in {text}: another rank is in a layer, and "
-            "has refused its input. The error raised there says why.",
+            f"rank {communicator.rank} cannot go on, in {text}: the input of a layer was refused "
+            f"on {senders(head[:1], communicator.size)}. The error raised there says why.",
         )
     kinds, texts = zip(*gather((kind, text), communicator), strict=True)
     if len({*kinds}) > 1:

@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -59,17 +58,9 @@ class Communicator(Protocol):
 
 
 class Handle:
-    """Names processes without owning them: a copy is the same handle, a pickle finds it again.
+    """Names processes without owning them: a copy is the same handle, a pickle finds it again."""
 
-    Attributes
-    ----------
-    find_default
-        By which a pickle of torch's default process group finds it again; resolve.py sets this.
-    ends_with_torchs
-        Whether the processes are found anew once torch has another default process group.
-    """
-
-    find_default: ClassVar[Callable[[], Communicator]]
+    # Whether the processes are found anew once torch has another default process group.
     ends_with_torchs = False
 
     def __copy__(self: _T) -> _T:

@@ -4,9 +4,10 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from multibn import wire
 from multibn._platform import launched_processes
 
 
@@ -44,6 +45,12 @@ def group_ranks_by(answers: Iterable[str], preposition: str = "in") -> str:
     return "; ".join(
         f"rank(s) {members} {preposition} {answer}" for answer, members in ranks.items()
     )
+
+
+def senders(marks: Sequence[float], size: int) -> str:
+    """The ranks that have sent marks, see `multibn.wire`."""
+    ranks = wire.marked(marks)
+    return f"rank(s) {ranks} of {size}" if ranks else "some rank"
 
 
 # The end of an error about ranks that do not meet.

@@ -31,9 +31,10 @@ from multibn.communicators.diagnostics import (
     display_name,
     group_ranks_by,
     log_and_raise,
+    log_to_stderr,
 )
 from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
-from multibn.communicators.transports.pinned import begin_copy
+from multibn.communicators.pinned import begin_copy
 from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
 
@@ -58,7 +59,7 @@ class LayerCommunicator(Forwarding):
         built: LayerId | None = None,
         options: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        self.wrapped = communicator
+        self.communicator = communicator
         self.built, self.options = built, options
         self._find_name = find_name
         self.phases: dict[tuple[str, Any, bool, bool, int], LayerPhase] = {}
@@ -68,6 +69,11 @@ class LayerCommunicator(Forwarding):
         # The names that the layer has in each group, by its own name and the messages' length.
         self.names: WeakKeyDictionary[GroupState, dict[Any, str]] = WeakKeyDictionary()
         self.own_known = GroupState()  # of a communicator that no table can hold
+
+    @property
+    def layer(self) -> "LayerCommunicator":
+        """Itself, as its phases have it."""
+        return self
 
     @cached_property
     def name(self) -> str:
@@ -84,10 +90,10 @@ class LayerCommunicator(Forwarding):
         return sum(phase._calls for phase in self.phases.values())
 
     def _look_up(self) -> Communicator:
-        return self.wrapped
+        return self.communicator
 
     def over(self, communicator: Communicator) -> "LayerCommunicator":
-        """The same layer's conversation over other processes."""
+        """The same layer's messages over other processes."""
         if communicator not in self._elsewhere:
             self._elsewhere[communicator] = LayerCommunicator(
                 communicator, lambda: self.name, built=self.built, options=self.options
@@ -132,6 +138,18 @@ def during(communicator: Communicator, phase: str, dtype: Any, n: int, /) -> Com
     return communicator
 
 
+def refuse(communicator: Any, error: Exception) -> None:
+    """Tell the other ranks that this one has refused an input, before it raises its own `error`.
+
+    Without a word to those of a communicator that has no channel. Collective.
+    """
+    group = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
+    channel = group.channel if isinstance(group, ChannelCommunicator) else None
+    if channel is not None and channel.size > 1:
+        log_to_stderr(str(error))
+        channel.refuse()
+
+
 class _Latest:
     """The latest call of a phase, for people; keeps no layer alive."""
 
@@ -171,7 +189,7 @@ class LayerPhase(Forwarding):
         n: int,
         like: Any,
     ) -> None:
-        self.wrapped = layer
+        self.layer = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
@@ -271,14 +289,14 @@ class LayerPhase(Forwarding):
 
     def _call(self, number: int) -> str:
         """A call of the layer, for people."""
-        return f"{display_name(self.wrapped.name)} ({self.name}, {self.kind}, call {number})"
+        return f"{display_name(self.layer.name)} ({self.name}, {self.kind}, call {number})"
 
     def _handshake(self, like: Any) -> list[float]:
         """Learn that all ranks are in a layer like this one, and what stands before each payload.
 
         Collective where that is not known.
         """
-        layer, channels = self.wrapped, wire.num_channels(self.name, self._num_numbers)
+        layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
         call = self._call(self._calls + 1)
         with on_device_of(like):
             name, self._known = handshake(layer, self._group, self._channel, channels, call)
@@ -359,17 +377,17 @@ class LayerPhase(Forwarding):
 
         `head` is the sum of heads, from which a refusal is known; all ranks see the same.
         """
-        layer = self.wrapped
+        layer = self.layer
         if wire.is_refused(head):
             nonfinite.raise_for_refusal(self, nonfinite.name_of(self), head[:1])
-        raise_for_kinds(layer.wrapped, "layer", str(self), head)
+        raise_for_kinds(layer.communicator, "layer", str(self), head)
         which = self._place.rpartition(": ")[2]  # models may have layers of one name
         facts = self.gradients, which.partition(",")[0], which
         calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
-        answers = gather([f"{self._place} {self.kind}", *calls], layer.wrapped)
+        answers = gather([f"{self._place} {self.kind}", *calls], layer.communicator)
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
-            explained(layer, layer.wrapped, None, layer.texts())
+            explained(layer, layer.communicator, None, layer.texts())
             log_and_raise(
                 RuntimeError,
                 f"the ranks differ in whether a backward pass may follow: "

@@ -8,15 +8,13 @@ from typing import Any, NoReturn
 from multibn import wire
 from multibn.communicators.channel import HostArray
 from multibn.communicators.communicator import identity
-from multibn.communicators.diagnostics import display_name, log_and_raise
+from multibn.communicators.diagnostics import display_name, log_and_raise, senders
 from multibn.communicators.handshake import agree
 
 
 def layer_of(communicator: Any) -> Any:
     """The `LayerCommunicator` of the layer that uses the communicator, or None."""
-    while communicator is not None and not hasattr(communicator, "num_messages"):
-        communicator = getattr(communicator, "wrapped", None)
-    return communicator
+    return getattr(communicator, "layer", None)
 
 
 def name_of(communicator: Any, /) -> str:
@@ -51,7 +49,7 @@ def raise_if_nonfinite(
     marks = wire.marks(summed)
     if wire.is_refusal(summed):
         raise_for_refusal(communicator, name, marks)
-    where = _senders(marks, communicator.size)
+    where = senders(marks, communicator.size)
     if not marks:
         return
     if not skips(communicator, dtype):
@@ -66,7 +64,7 @@ def raise_if_nonfinite(
 
 def raise_for_refusal(communicator: Any, name: str, marks: list[float]) -> NoReturn:
     """Raise where the ranks that have sent marks have refused the input of the layer `name`."""
-    where = _senders(marks, communicator.size)
+    where = senders(marks, communicator.size)
     log_and_raise(
         RuntimeError,
         f"rank {communicator.rank} cannot go on: the input of {name} was refused on {where}. "
@@ -85,7 +83,7 @@ def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:
     in_same_step = (
         told is not None
         and told.num_messages == num_messages
-        and identity(told.wrapped) == identity(layer.wrapped)
+        and identity(told.communicator) == identity(layer.communicator)
         and layer.silent_since is not _told
     )
     if in_same_step and may_be_told:
@@ -114,12 +112,6 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     if mark:
         log_and_raise(
             FloatingPointError,
-            f"{where} has NaN on {_senders([mark], communicator.size)}. Look for their origin in "
+            f"{where} has NaN on {senders([mark], communicator.size)}. Look for their origin in "
             "the layers after, and in the loss.",
         )
-
-
-def _senders(marks: list[float], size: int) -> str:
-    """The ranks that have sent marks, for people."""
-    ranks = wire.marked(marks)
-    return f"rank(s) {ranks} of {size}" if ranks else "some rank"

@@ -331,6 +331,3 @@ def _on_same_machine(parent: Communicator) -> Communicator:
     machines = gather(this_machine(), parent)
     first = machines.index(machines[parent.rank])
     return parent if len(set(machines)) == 1 else parent.split(first, parent.rank)
-
-
-Handle.find_default = as_communicator

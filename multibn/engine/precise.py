@@ -52,9 +52,9 @@ class Pass(Taping):
         self._visits: list[Callable[[], object]] = []
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
-        conversations = [(layer_of(layer.communicator), layer) for layer in self._tracked]
+        found = [(layer_of(layer.communicator), layer) for layer in self._tracked]
         # A shallow copy of a layer has its `built`, and a function for its options of its own.
-        self._by_options = {of.options: layer for of, layer in conversations if of is not None}
+        self._by_options = {of.options: layer for of, layer in found if of is not None}
 
     def repeat(self, visit: Callable[[], object]) -> None:
         """Note a function, to be called in each step for which this rank has no batch."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from multibn import wire
@@ -352,21 +351,18 @@ class _WatchedNorm:
             norm.running_var.view(-1, self.num_features).copy_(var)
 
 
-class _Seeing(TorchFunctionMode):
+class _Seeing(functional.BatchNormMode):
     """A context in which a layer's calls of batch norm with its running mean tell their inputs."""
 
     def __init__(self, layer: _WatchedNorm) -> None:
         super().__init__()
         self.layer, self.has_seen = layer, False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = dict(zip(("input", "running_mean"), args, strict=False), **kwargs or {})
-        if func is F.batch_norm and given.get("running_mean") is self.layer.module.running_mean:
-            self.layer.add(given["input"])
+    def batch_norm(self, input: Any, running_mean: Any, *args: Any, **options: Any) -> Any:
+        if running_mean is self.layer.module.running_mean:
+            self.layer.add(input)
             self.has_seen = True
-        return func(*args, **kwargs or {})
+        return F.batch_norm(input, running_mean, *args, **options)
 
 
 def _layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[_WatchedNorm]:

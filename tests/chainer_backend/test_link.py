@@ -119,7 +119,7 @@ def test_the_communicator_can_be_assigned() -> None:
     link.comm = counting
     assert link.comm is counting
     link(x)
-    assert link.layer_communicator.wrapped is counting
+    assert link.layer_communicator.communicator is counting
     # as ChainerMN's __deepcopy__ and those who pickle its link
     link.comm, comm = None, link.comm
     loaded = pickle.loads(pickle.dumps(link))

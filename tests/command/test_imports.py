@@ -22,8 +22,8 @@ _arrays checkpoint.files
 wire communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watchdog
 communicators.channel
-communicators.handshake communicators.nonfinite communicators.transports
-communicators.resolve communicators.layer_communicator
+communicators.handshake communicators.nonfinite communicators.pinned communicators.resolve
+communicators.transports communicators.layer_communicator
 communicators kernels.spec kernels.layout kernels.core
 kernels.triton.steps
 kernels.reference kernels.triton

@@ -367,7 +367,7 @@ def check_a_refused_input_is_told_in_any_message(world: Communicator) -> None:
         (lambda: layers[1].allreduce(np.ones(12)), "the input of bn5 was refused on rank(s) [1]"),
         (lambda: layers[0].allreduce(np.ones(8)), "the input of bn3 was refused on rank(s) [1]"),
         (lambda: communicator.allreduce(np.ones(1)), "in a sum of float64 numbers of shape (1,)"),
-        (check_sync, "in check_sync: another rank is in a layer"),
+        (check_sync, "in check_sync: the input of a layer was refused on rank(s) [1]"),
         (lambda: Phase(communicator, "new").allreduce(np.ones(8)), "in the first message of new"),
     ]
     for send, told in others:

@@ -15,7 +15,7 @@ from multibn import SingleProcess, wire
 from multibn.communicators.handshake import agree
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
-from multibn.communicators.transports.pinned import begin_copy
+from multibn.communicators.pinned import begin_copy
 from multibn.engine.consistency import check_equal
 from multibn.engine.statistics import Moments, aggregate
 from tests.communicators.phases import Phase
@@ -157,7 +157,7 @@ def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
         return ""
 
     error = run_ranks(2, work)[1]
-    assert error.startswith("rank 1 cannot go on, in average_gradients: another rank is in a layer")
+    assert error.startswith("rank 1 cannot go on, in average_gradients: the input of a layer was")
 
 
 def test_a_refused_input_meets_a_layer_of_another_width() -> None:

@@ -23,6 +23,7 @@ from multibn.communicators.channel import (
 from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, chain
+from multibn.communicators.resolve import as_communicator
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
 from multibn.communicators.transports.shared_memory import ROOM, SharedMemory
 from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
@@ -165,7 +166,7 @@ class TorchDistributed(ChannelCommunicator):
         if self._ranks is None or (
             dist.is_initialized() and self._ranks == tuple(range(dist.get_world_size()))
         ):
-            return type(self).find_default, ()
+            return as_communicator, ()
         if len(self._ranks) == 1:
             return SingleProcess, ()
         return restore, (self._ranks,)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn, serialization
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from multibn.communicators import as_communicator
 from multibn.engine.plan import NormArgs
@@ -127,7 +126,7 @@ class _OwnForward(_Derived):
         return y
 
 
-class _Sharing(TorchFunctionMode):
+class _Sharing(functional.BatchNormMode):
     """A context in which batch norm with a layer's running mean is the one of this package."""
 
     def __init__(self, layer: _OwnForward) -> None:
@@ -137,12 +136,7 @@ class _Sharing(TorchFunctionMode):
         self.count_before = None if counter is None else counter.clone()
         self.reached = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return (self._batch_norm if func is F.batch_norm else func)(*args, **kwargs or {})
-
-    def _batch_norm(
+    def batch_norm(
         self,
         input: Tensor,
         running_mean: Tensor | None,

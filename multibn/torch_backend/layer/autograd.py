@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multibn import kernels
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, layer_communicator
-from multibn.communicators.nonfinite import raise_for_nan_gradients
+from multibn.communicators.nonfinite import layer_of, raise_for_nan_gradients
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.engine.running import StepAccumulator, update_running
@@ -280,7 +280,8 @@ class _Differentiable:
     """A layer's communicator in one phase, whose allreduce torch can differentiate."""
 
     def __init__(self, communicator: Communicator, phase: str, dtype: Any) -> None:
-        self.wrapped, self.phase, self.dtype = communicator, phase, dtype
+        self.communicator, self.phase, self.dtype = communicator, phase, dtype
+        self.layer = layer_of(communicator)
         self.rank, self.size = communicator.rank, communicator.size
         self.repeats = phase == "second order"  # the forward pass, whose outcome has been noted
 
@@ -295,7 +296,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
         ctx.communicator = communicator
-        layer, dtype = communicator.wrapped, communicator.dtype
+        layer, dtype = communicator.communicator, communicator.dtype
         return layer_communicator.during(layer, phase, dtype, x.shape[0]).allreduce(x)
 
     @staticmethod

@@ -89,11 +89,11 @@ class SyncNormBase(nn.Module):
     @property
     def process_group(self) -> Communicator:
         """The ranks that share statistics, as a communicator."""
-        return self.layer_communicator.wrapped
+        return self.layer_communicator.communicator
 
     @process_group.setter
     def process_group(self, obj: Any) -> None:
-        # A weak reference: the conversation must not keep its layer alive.
+        # A weak reference: the communicator must not keep its layer alive.
         layer = weakref.ref(self)
         self.layer_communicator = LayerCommunicator(
             as_communicator(obj),

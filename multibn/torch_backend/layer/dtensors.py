@@ -45,7 +45,7 @@ def forward(
     if mesh is not None:
         if not isinstance(communicator, LayerCommunicator):  # evaluation without running statistics
             communicator = _along(mesh, sharing)
-        elif isinstance(communicator.wrapped, DefaultCommunicator):
+        elif isinstance(communicator.communicator, DefaultCommunicator):
             communicator = communicator.over(_along(mesh, sharing))
     y, batch = function(_localize(args, mesh, sharing), num_channels, communicator)
     return _like(args.x, y), batch

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from multibn._typing import Nonfinite, Weighting, check_eps, check_residual
-from multibn.communicators import Communicator, CommunicatorLike, as_communicator
+from multibn.communicators import (
+    Communicator,
+    CommunicatorLike,
+    as_communicator,
+    layer_communicator,
+)
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import masks, statistics
 from multibn.engine.plan import NormArgs, Plan
@@ -321,10 +327,10 @@ def check_options(args: NormArgs) -> None:
 def refuse(
     error: Exception, x: Any, num_channels: int | None, communicator: Communicator
 ) -> NoReturn:
-    """Raise `error`, and let the other ranks raise too. Collective if the channels are known.
+    """Raise `error`, and let the other ranks raise too. Collective.
 
-    The message that the other ranks expect has a length that depends on the channels. Without them
-    this rank raises alone.
+    Over a communicator without a channel, the message that the other ranks expect has a length that
+    depends on the channels: where nobody knows these, this rank raises alone.
     """
     is_tensor = isinstance(x, Tensor)
     if not num_channels and is_tensor and not x.is_nested and x.ndim > 1:
@@ -333,4 +339,19 @@ def refuse(
         where = x.device if is_tensor and not x.is_meta else "cpu"
         like = torch.empty(0, dtype=torch.float32, device=where)
         statistics.refuse(communicator, num_channels, like=like, error=error)
+    else:
+        layer_communicator.refuse(communicator, error)
     raise error
+
+
+class BatchNormMode(TorchFunctionMode):
+    """A context in which `batch_norm` takes the calls of torch.nn.functional.batch_norm."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (self.batch_norm if func is F.batch_norm else func)(*args, **kwargs or {})
+
+    def batch_norm(self, *args: Any, **options: Any) -> Any:
+        """Do what the mode is for; calls of torch's function in here go to torch."""
+        raise NotImplementedError

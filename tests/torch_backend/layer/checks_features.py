@@ -10,7 +10,7 @@ from torch import nn
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator, nonfinite
-from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
+from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from tests.harness.runs import on, only
 
 RUNS = on("torchrun mpiexec", 2, 4, needs="torch")
@@ -33,6 +33,24 @@ def _network() -> Any:
         nn.Flatten(),
         nn.Linear(4 * 4 * 4, 2),
     ).double()
+
+
+def check_an_input_without_channels_is_refused_on_all_ranks(world: Communicator) -> None:
+    """The other ranks are in the first message of the function, in a later one, or in a layer."""
+    x, layer = torch.randn(4, 3), SyncBatchNorm(3, process_group=world)
+    layer(x)
+    calls: list[Any] = [lambda x: sync_batch_norm(x, process_group=world), layer]
+    for wrong in (torch.randn(4), "a batch", None):
+        for call in calls:
+            if world.rank == 1:
+                with pytest.raises((TypeError, ValueError), match="the input must "):
+                    sync_batch_norm(wrong, process_group=world)  # type: ignore[arg-type]
+            else:
+                with pytest.raises(
+                    RuntimeError, match=r"cannot go on.* was refused on rank\(s\) \[1\]"
+                ):
+                    call(x)
+        torch.testing.assert_close(calls[0](x)[0], layer(x))  # all is well
 
 
 def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> None:
