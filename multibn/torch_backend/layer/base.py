@@ -8,7 +8,13 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_int, check_number
-from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
+from multibn.communicators import (
+    Communicator,
+    CommunicatorLike,
+    DefaultCommunicator,
+    SingleProcess,
+    as_communicator,
+)
 from multibn.communicators.diagnostics import find_module_path
 from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
@@ -110,8 +116,10 @@ class SyncNormBase(nn.Module):
         return self.layer_communicator.over(LOCAL)
 
     def extra_repr(self) -> str:
-        said = super().extra_repr()
-        return f"{said}, process_group={self.process_group}{self.norm_options.words(said)}"
+        said, group = super().extra_repr(), self.process_group
+        if not isinstance(group, DefaultCommunicator):
+            said += f", process_group={group}"
+        return said + self.norm_options.words(said)
 
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's

@@ -261,7 +261,7 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """The `SyncBatchNorm1d` of nn.BatchNorm2d.
+    """The layer of nn.BatchNorm2d. Parameters are those of `SyncBatchNorm1d`.
 
     Examples
     --------
@@ -277,7 +277,7 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """The `SyncBatchNorm1d` of nn.BatchNorm3d.
+    """The layer of nn.BatchNorm3d. Parameters are those of `SyncBatchNorm1d`.
 
     Examples
     --------

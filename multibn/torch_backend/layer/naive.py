@@ -101,7 +101,7 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, modules.SyncBatchNorm1d):
 
 
 class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, modules.SyncBatchNorm2d):
-    """The `NaiveSyncBatchNorm1d` of inputs `(N, C, H, W)` and nn.BatchNorm2d.
+    """The layer of inputs `(N, C, H, W)`. Parameters are those of `NaiveSyncBatchNorm1d`.
 
     Examples
     --------
@@ -115,7 +115,7 @@ class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, modules.SyncBatchNorm2d):
 
 
 class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, modules.SyncBatchNorm3d):
-    """The `NaiveSyncBatchNorm1d` of inputs `(N, C, T, H, W)` and nn.BatchNorm3d.
+    """The layer of inputs `(N, C, T, H, W)`. Parameters are those of `NaiveSyncBatchNorm1d`.
 
     Examples
     --------

@@ -219,7 +219,7 @@ class _SubBatchNorm(SyncNormBase):
 
 
 class SubBatchNorm1d(_SubBatchNorm):
-    """The `SubBatchNorm3d` of inputs of shape `(N, C)` or `(N, C, L)`.
+    """The layer of inputs `(N, C)` or `(N, C, L)`. Parameters are those of `SubBatchNorm3d`.
 
     Examples
     --------
@@ -235,7 +235,7 @@ class SubBatchNorm1d(_SubBatchNorm):
 
 
 class SubBatchNorm2d(_SubBatchNorm):
-    """The `SubBatchNorm3d` of inputs of shape `(N, C, H, W)`.
+    """The layer of inputs `(N, C, H, W)`. Parameters are those of `SubBatchNorm3d`.
 
     Examples
     --------
