@@ -6,7 +6,8 @@ that need no launch. So does the function of a mark `beside`, after the launches
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     if file_path.match("checks_*.py"):
         return CheckFile.from_parent(parent, path=file_path)
     return None
+
+
+class _TestModule(pytest.Module):
+    """A file of tests, which is not imported where a part that its `NEEDS` names is missing."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        named = re.search(r'^NEEDS = "(.*)"', self.path.read_text(), re.MULTILINE)
+        require.need(*(named[1].split() if named else ()))
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    module: pytest.Module = _TestModule.from_parent(parent, path=module_path)
+    return module
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

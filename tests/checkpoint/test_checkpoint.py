@@ -7,29 +7,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import launch, require
+from tests.helpers import launch
 
-require.need("torch", "chainer")
 pytest.importorskip("safetensors")
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-import multibn.chainer_backend as mbc  # noqa: E402
+import multibn.chainer_backend as mbc
 
 # isort: split
-import chainer  # noqa: E402
-from chainer import functions as F  # noqa: E402
-from chainer import links as L  # noqa: E402
+import chainer
+from chainer import functions as F
+from chainer import links as L
 
-import multibn.torch_backend as mbt  # noqa: E402
-from multibn import SingleProcess  # noqa: E402
-from multibn.checkpoint import (  # noqa: E402
+import multibn.torch_backend as mbt
+from multibn import SingleProcess
+from multibn.checkpoint import (
     CheckpointError,
     chainer_to_torch,
     convert,
     torch_to_chainer,
 )
+
+NEEDS = "torch chainer"
 
 DTYPES = ["float16", "float32", "float64"]
 SUFFIXES = [".pt", ".pth", ".safetensors"]

@@ -13,14 +13,14 @@ import pytest
 
 from multibn import cli
 from multibn.checkpoint import CheckpointError, convert, files
-from tests.helpers import require
 
-require.need("torch")
 pytest.importorskip("safetensors")
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+NEEDS = "torch"
 
 BEFORE = b"what was there before"
 DAMAGED = (

@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 
 from multibn.checkpoint import CheckpointError, convert
-from tests.helpers import require
 
-require.need("torch")
 pytest.importorskip("safetensors")
 
-import torch  # noqa: E402
+import torch
 
-from tests.checkpoint import test_files as plain  # noqa: E402
+from tests.checkpoint import test_files as plain
+
+NEEDS = "torch"
 
 MANY = "MULTIBN_FUZZ" in os.environ
 FILES = int(os.environ.get("MULTIBN_FUZZ", "900")) // 5

@@ -8,17 +8,17 @@ import pytest
 
 from multibn import cli
 from multibn.checkpoint import CheckpointError, files, pool_states
-from tests.helpers import require
 from tests.helpers.ranks import run_ranks
 
-require.need("torch")
 pytest.importorskip("safetensors")
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from multibn.torch_backend import sync_running_stats  # noqa: E402
-from tests.checkpoint import test_files as plain  # noqa: E402
+from multibn.torch_backend import sync_running_stats
+from tests.checkpoint import test_files as plain
+
+NEEDS = "torch"
 
 C = 3
 COUNTS = (7, 20, 400)

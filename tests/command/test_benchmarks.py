@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import benchmarks.__main__ as benchmarks
+from benchmarks import layer, machine, parts, peers, scaling
+from benchmarks.scaling import Cluster, all_gather_bytes
+from multibn import SingleProcess
+from multibn.check import timing
 from tests.helpers import require
 
-require.need("cli", "torch", "dev")
-
-import benchmarks.__main__ as benchmarks  # noqa: E402
-from benchmarks import layer, machine, parts, peers, scaling  # noqa: E402
-from benchmarks.scaling import Cluster, all_gather_bytes  # noqa: E402
-from multibn import SingleProcess  # noqa: E402
-from multibn.check import timing  # noqa: E402
+NEEDS = "cli torch dev"
 
 CLUSTER = Cluster()
 

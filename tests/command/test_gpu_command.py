@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import command, device
 from multibn.parity.launch import environment
-from tests.helpers import launch, require
+from tests.helpers import launch
 from tests.kernels.passes import takes_int_of_an_array
 
-require.need("cli", "dev", "torch", "triton", "torchrun", "mpiexec")
-
-from benchmarks.gpu import command, device  # noqa: E402
+NEEDS = "cli dev torch triton torchrun mpiexec"
 
 
 def _run_on_stand_ins() -> tuple[subprocess.CompletedProcess[str], dict[str, bytes]]:

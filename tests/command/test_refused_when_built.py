@@ -15,15 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeAlias, get_args
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from tests.helpers import require
 
-require.need("torch")
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+NEEDS = "torch"
 
 nan, inf = math.nan, math.inf
 

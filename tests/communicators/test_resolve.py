@@ -7,18 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from multibn import CommunicatorLike, Group, SingleProcess, as_communicator
 from multibn.communicators import resolve
-from tests.helpers import require
-from tests.helpers.ranks import ThreadCommunicator, run_ranks
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     NaiveSyncBatchNorm2d,
     NaiveSyncBatchNorm3d,
@@ -27,6 +21,9 @@ from multibn.torch_backend import (  # noqa: E402
     get_norm,
     revert_sync_batchnorm,
 )
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+NEEDS = "torch"
 
 LAYERS: list[tuple[Any, Any, list[tuple[int, ...]]]] = [
     (NaiveSyncBatchNorm1d, nn.BatchNorm1d, [(6, 4), (6, 4, 5)]),

@@ -13,23 +13,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from multibn import chainer_backend as cb
+from multibn import torch_backend as tb
 from multibn.parity import oracle
-from tests.helpers import require
 from tests.helpers.ranks import run_ranks
 from tests.helpers.spread import OTHERS
+from tests.torch_backend.convert.test_class_swap import Activated, Copied
 
-require.need("torch", "chainer")
+import chainer  # isort: skip  (the backend makes it importable)
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from multibn import chainer_backend as cb  # noqa: E402
-from multibn import torch_backend as tb  # noqa: E402
-from tests.torch_backend.convert.test_class_swap import Activated, Copied  # noqa: E402
-
-import chainer  # noqa: E402  isort: skip  (the backend makes it importable)
+NEEDS = "torch chainer"
 
 C, LOCK = 3, threading.Lock()
 WEIGHT, BIAS = np.array([1.5, -0.5, 1.0]), np.array([0.5, 0.1, -1.0])

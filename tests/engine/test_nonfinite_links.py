@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from multibn.communicators import nonfinite
-from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator, run_ranks
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
     create_mnbn_model,
 )
+from multibn.communicators import nonfinite
+from tests.helpers.ranks import CountingCommunicator, run_ranks
 
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
+import chainer  # isort: skip (multibn makes it importable)
+
+NEEDS = "chainer"
 
 L = chainer.links
 

@@ -4,15 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from multibn import SingleProcess, kernels
+from multibn.torch_backend import SyncBatchNorm
 from tests.helpers import require
 
-require.need("torch")
-
-import torch  # noqa: E402
-
-from multibn import SingleProcess, kernels  # noqa: E402
-from multibn.torch_backend import SyncBatchNorm  # noqa: E402
+NEEDS = "torch"
 
 
 def inputs(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

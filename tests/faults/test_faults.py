@@ -6,15 +6,14 @@ from functools import partial
 
 import pytest
 
+from faults import machines
+from faults.launch import Job
+from faults.outcome import Outcome
+from faults.scenarios import SCENARIOS
+from faults.setups import SETUPS, Setup
 from tests.helpers import require
 
-require.need("torch")
-
-from faults import machines  # noqa: E402
-from faults.launch import Job  # noqa: E402
-from faults.outcome import Outcome  # noqa: E402
-from faults.scenarios import SCENARIOS  # noqa: E402
-from faults.setups import SETUPS, Setup  # noqa: E402
+NEEDS = "torch"
 
 pytestmark = pytest.mark.launches
 

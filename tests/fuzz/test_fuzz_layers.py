@@ -9,23 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+from multibn.chainer_backend import MultiNodeBatchNormalization
+from multibn.torch_backend import SyncBatchNorm
 from tests.fuzz import calls as fuzz
 from tests.fuzz import judging
 from tests.fuzz.calls import Activation, Call
 from tests.fuzz.judging import Step
-from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
-require.need("torch", "chainer")
+import chainer  # # isort: skip (multibn makes it importable)
 
-import torch  # noqa: E402
-
-from multibn.chainer_backend import MultiNodeBatchNormalization  # noqa: E402
-from multibn.torch_backend import SyncBatchNorm  # noqa: E402
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
+NEEDS = "torch chainer"
 
 MANY = "MULTIBN_FUZZ" in os.environ
 several = settings(

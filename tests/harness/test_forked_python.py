@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.harness import forked_python
-from tests.helpers import launch, require
+from tests.helpers import launch
 
-require.need("torch")
+NEEDS = "torch"
+
 if not forked_python.SUPPORTED:
     pytest.skip("needs Linux", allow_module_level=True)
 

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import require
+from multibn import kernels
+from multibn.engine import plan
+from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference
+from multibn.kernels.core import _core
 
-require.need("core")
-
-from multibn import kernels  # noqa: E402
-from multibn.engine import plan  # noqa: E402
-from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference  # noqa: E402
-from multibn.kernels.core import _core  # noqa: E402
+NEEDS = "core"
 
 RECORDS: list[Any] = [NormArgs, Gradient, BatchStatistics, Running]
 

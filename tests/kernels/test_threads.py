@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import launch, require
-
-require.need("core")
-
-from multibn.kernels import cpu  # noqa: E402
-from multibn.kernels.core import _core  # noqa: E402
-from tests.kernels.passes import (  # noqa: E402
+from multibn.kernels import cpu
+from multibn.kernels.core import _core
+from tests.helpers import launch
+from tests.kernels.passes import (
     NARROW,
     as_torch,
     check,
@@ -25,7 +22,9 @@ from tests.kernels.passes import (  # noqa: E402
     statistics,
     threads,
 )
-from tests.kernels.test_passes import mask_of  # noqa: E402
+from tests.kernels.test_passes import mask_of
+
+NEEDS = "core"
 
 
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:

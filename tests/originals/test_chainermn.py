@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from tests.helpers import require
+from multibn.chainer_backend import MultiNodeBatchNormalization
+from tests.originals import chainer_programs
 
-require.need("chainer")
+import chainer  # isort: skip (multibn makes it importable)
+from chainer import links as L  # isort: skip
 
-from multibn.chainer_backend import MultiNodeBatchNormalization  # noqa: E402
-from tests.originals import chainer_programs  # noqa: E402
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import links as L  # noqa: E402  # isort: skip
+NEEDS = "chainer"
 
 
 def chainers(size: int, **options: Any) -> Any:

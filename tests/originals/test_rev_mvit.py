@@ -9,20 +9,17 @@ import io
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers import require
+from multibn.torch_backend.reversible import RevMViT
+from tests.helpers.fvcore import activation_count, flop_count
+from tests.torch_backend.reversible.mvit import reference
+from tests.torch_backend.reversible.mvit.reference import EVALUATION, reference_model
 
-require.need("torch", "dev")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from multibn.torch_backend.reversible import RevMViT  # noqa: E402
-from tests.helpers.fvcore import activation_count, flop_count  # noqa: E402
-from tests.torch_backend.reversible.mvit import reference  # noqa: E402
-from tests.torch_backend.reversible.mvit.reference import EVALUATION, reference_model  # noqa: E402
+NEEDS = "torch dev"
 
 LABELS = torch.tensor([3, 7])
 

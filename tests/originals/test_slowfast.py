@@ -4,23 +4,20 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.helpers import require
-
-require.need("torch", "dev")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     NaiveSyncBatchNorm2d,
     NaiveSyncBatchNorm3d,
     SubBatchNorm3d,
     get_norm,
 )
-from tests.helpers.slowfast import SubBatchNorm  # noqa: E402
-from tests.originals import slowfast  # noqa: E402
+from tests.helpers.slowfast import SubBatchNorm
+from tests.originals import slowfast
+
+NEEDS = "torch dev"
 
 DEFAULTS = {"NUM_SPLITS": 2, "NUM_SYNC_DEVICES": 1, "GLOBAL_SYNC": False}
 NORM_TYPES = ["batchnorm", "sub_batchnorm", "sync_batchnorm", "sync_batchnorm_apex"]

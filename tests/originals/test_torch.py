@@ -4,20 +4,17 @@ import copy
 import pickle
 
 import pytest
+import torch
+from torch import nn
 
-from tests.helpers import require
-
-require.need("torch", "dev")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     SyncBatchNorm,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
-from tests.helpers.fvcore import get_bn_modules, update_bn_stats  # noqa: E402
+from tests.helpers.fvcore import get_bn_modules, update_bn_stats
+
+NEEDS = "torch dev"
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])

@@ -12,7 +12,7 @@ from torch import nn
 from multibn.communicators import Communicator
 from tests.harness.runs import on
 
-RUNS = on("torchrun", 2)
+RUNS = on("torchrun", 2, needs="torch")
 
 
 class _WithRelu(nn.BatchNorm2d):

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import launch, require
+from tests.helpers import launch
 from tests.helpers.pages import MARKDOWN
 
-require.need("torch", "cli", "dev")
+NEEDS = "torch cli dev"
+
 sys.path.append(str(launch.ROOT / "examples"))
 GUIDES, BENCHMARKS = launch.ROOT / "docs/guides", launch.ROOT / "benchmarks/results"
 DEMO = str(GUIDES / "demo")  # from a run of the demo

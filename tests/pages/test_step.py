@@ -2,12 +2,10 @@
 
 import pytest
 
-from tests.helpers import require
+from benchmarks import calls
 from tests.helpers.launch import ROOT
 
-require.need("torch", "chainer", "torchrun", "mpiexec")
-
-from benchmarks import calls  # noqa: E402
+NEEDS = "torch chainer torchrun mpiexec"
 
 
 @pytest.mark.parametrize("framework", calls.FRAMEWORKS)

@@ -16,19 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import multibn
 from multibn import SingleProcess
-from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator, run_ranks
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
     SyncBatchNorm,
@@ -37,7 +31,11 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
     step_statistics,
 )
-from tests.torch_backend.convert.test_class_swap import Activated, Copied  # noqa: E402
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator, run_ranks
+from tests.torch_backend.convert.test_class_swap import Activated, Copied
+
+NEEDS = "torch"
 
 C, L = 3, 5
 LOCAL = SingleProcess()

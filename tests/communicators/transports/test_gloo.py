@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
-from tests.helpers import require
+from multibn.communicators.polling import chain
+from multibn.communicators.transports.gloo import PrivateGloo, sum_any
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
-require.need("torch")
-
-import torch.distributed as dist  # noqa: E402
-
-from multibn.communicators.polling import chain  # noqa: E402
-from multibn.communicators.transports.gloo import PrivateGloo, sum_any  # noqa: E402
+NEEDS = "torch"
 
 SECONDS = 60.0
 

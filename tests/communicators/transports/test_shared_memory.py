@@ -15,18 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import ROOM, SharedMemory
 from multibn.communicators.watchdog import RankLostError
-from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
-require.need("torch")
-
-import torch.distributed as dist  # noqa: E402
+NEEDS = "torch"
 
 if shared_memory.why_not() is not None:
     pytest.skip(str(shared_memory.why_not()), allow_module_level=True)

@@ -8,17 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.helpers import require
+from multibn.communicators.polling import chain
+from multibn.communicators.transports import shared_memory
+from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
+from multibn.communicators.watchdog import Status
 
-require.need("torch")
-
-import torch.distributed as dist  # noqa: E402
-
-from multibn.communicators.polling import chain  # noqa: E402
-from multibn.communicators.transports import shared_memory  # noqa: E402
-from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet  # noqa: E402
-from multibn.communicators.watchdog import Status  # noqa: E402
+NEEDS = "torch"
 
 SIZE = 64
 

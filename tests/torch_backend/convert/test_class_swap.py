@@ -8,18 +8,15 @@ import threading
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-from tests.helpers import require
+from multibn import SingleProcess
+from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 from tests.helpers.ranks import errors_of_rank_0, run_ranks
 
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from multibn import SingleProcess  # noqa: E402
-from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
+NEEDS = "torch"
 
 
 class Activated(nn.BatchNorm1d):

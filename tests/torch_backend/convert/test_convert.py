@@ -6,17 +6,11 @@ from functools import partial
 from typing import Any, get_type_hints
 
 import pytest
+import torch
+from torch import nn
 
 from multibn import Group, SingleProcess
-from tests.helpers import require
-from tests.helpers.ranks import errors_of_rank_0
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     BatchNorm,
     SubBatchNorm2d,
     SyncBatchNorm,
@@ -25,7 +19,10 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
-from multibn.torch_backend.layer.base import LayerOptions  # noqa: E402
+from multibn.torch_backend.layer.base import LayerOptions
+from tests.helpers.ranks import errors_of_rank_0
+
+NEEDS = "torch"
 
 
 class Renamed(nn.BatchNorm2d):

@@ -4,19 +4,16 @@ from functools import partial
 from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.helpers import require
-
-require.need("torch")
-
-from torch import nn  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     NaiveSyncBatchNorm3d,
     SubBatchNorm3d,
     SyncBatchNorm3d,
     get_norm,
 )
+
+NEEDS = "torch"
 
 CLASSES: dict[str, Any] = {
     "batchnorm": nn.BatchNorm3d,

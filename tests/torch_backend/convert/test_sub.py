@@ -5,25 +5,22 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.nn import functional as F
 
-from tests.helpers import require
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.func import functional_call, stack_module_state, vmap  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from multibn import Group, SingleProcess  # noqa: E402
-from multibn.parity.oracle import relative_error  # noqa: E402
-from multibn.torch_backend import (  # noqa: E402
+from multibn import Group, SingleProcess
+from multibn.parity.oracle import relative_error
+from multibn.torch_backend import (
     SubBatchNorm1d,
     SyncBatchNorm,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
+
+NEEDS = "torch"
 
 
 def expected(x: Tensor, num_splits: int) -> Tensor:

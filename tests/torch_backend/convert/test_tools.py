@@ -8,30 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.ao import quantization
+from torch.ao.quantization import quantize_fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers import require
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import fx, nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.ao import quantization  # noqa: E402
-from torch.ao.quantization import quantize_fx  # noqa: E402
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
-from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from multibn import SingleProcess  # noqa: E402
-from multibn.torch_backend import (  # noqa: E402
+from multibn import SingleProcess
+from multibn.torch_backend import (
     NaiveSyncBatchNorm2d,
     SubBatchNorm2d,
     SyncBatchNorm,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
-from tests.helpers.ranks import CountingCommunicator  # noqa: E402
+from tests.helpers.ranks import CountingCommunicator
+
+NEEDS = "torch"
 
 with warnings.catch_warnings():  # it scripts methods when it is imported
     warnings.filterwarnings("ignore", "`torch.jit.script_method", DeprecationWarning)

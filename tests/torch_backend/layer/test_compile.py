@@ -6,29 +6,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._decomp import core_aten_decompositions
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.utils import run_and_get_code
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
-from tests.helpers import require
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, fx, nn  # noqa: E402
-from torch._decomp import core_aten_decompositions  # noqa: E402
-from torch._dynamo.backends.common import aot_autograd  # noqa: E402
-from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
-from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
-from torch._inductor.utils import run_and_get_code  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from multibn.parity import oracle  # noqa: E402
-from multibn.torch_backend import (  # noqa: E402
+from multibn.parity import oracle
+from multibn.torch_backend import (
     SubBatchNorm1d,
     SyncBatchNorm,
     checkpoint_contexts,
 )
-from tests.helpers.ranks import CountingCommunicator  # noqa: E402
+from tests.helpers.ranks import CountingCommunicator
+
+NEEDS = "torch"
 
 # Dynamo and inductor warn of their own deprecated imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

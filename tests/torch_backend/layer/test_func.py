@@ -5,16 +5,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-
-from multibn.engine import recompute
-from tests.helpers import require
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.autograd import forward_ad  # noqa: E402
-from torch.func import (  # noqa: E402
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import (
     functional_call,
     functionalize,
     grad,
@@ -27,14 +21,17 @@ from torch.func import (  # noqa: E402
     vjp,
     vmap,
 )
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
-from multibn.torch_backend import (  # noqa: E402
+from multibn.engine import recompute
+from multibn.torch_backend import (
     SubBatchNorm1d,
     SyncBatchNorm,
     sync_batch_norm,
 )
+
+NEEDS = "torch"
 
 # torch's own warnings: when it loads the formulas of forward mode, and in linearize.
 pytestmark = [

@@ -6,15 +6,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.helpers import require
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from multibn.torch import (  # noqa: E402
+from multibn.torch import (
     NaiveSyncBatchNorm2d,
     SubBatchNorm2d,
     SyncBatchNorm,
@@ -22,6 +17,8 @@ from multibn.torch import (  # noqa: E402
     convert_sync_batchnorm,
     step_statistics,
 )
+
+NEEDS = "torch"
 
 
 def _input(*shape: int) -> Tensor:

@@ -6,19 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multibn import SingleProcess
-from tests.helpers import require
-from tests.helpers.ranks import ThreadCommunicator, errors_of_rank_0, run_ranks
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from multibn.parity.oracle import relative_error  # noqa: E402
-from multibn.torch_backend import (  # noqa: E402
+from multibn.parity.oracle import relative_error
+from multibn.torch_backend import (
     SyncBatchNorm,
     convert_sub_batchnorm,
     join,
@@ -26,6 +20,9 @@ from multibn.torch_backend import (  # noqa: E402
     sync_batch_norm,
     update_bn_stats,
 )
+from tests.helpers.ranks import ThreadCommunicator, errors_of_rank_0, run_ranks
+
+NEEDS = "torch"
 
 LOCAL = SingleProcess()
 C, L = 3, 7

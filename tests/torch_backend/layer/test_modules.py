@@ -5,21 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from multibn import observing
-from tests.helpers import require
-from tests.helpers.ranks import errors_of_rank_0
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     SubBatchNorm1d,
     SyncBatchNorm,
     sync_batch_norm,
 )
+from tests.helpers.ranks import errors_of_rank_0
+
+NEEDS = "torch"
 
 SHAPES: dict[int, tuple[Any, list[tuple[int, ...]]]] = {
     1: (nn.BatchNorm1d, [(6, 4), (6, 4, 5)]),

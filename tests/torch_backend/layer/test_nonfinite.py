@@ -7,18 +7,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from multibn import SingleProcess
 from multibn.communicators import nonfinite as nonfinite_batches
-from tests.helpers import require
-from tests.helpers.ranks import run_ranks
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     SubBatchNorm2d,
     SyncBatchNorm,
     convert_sub_batchnorm,
@@ -27,6 +21,9 @@ from multibn.torch_backend import (  # noqa: E402
     sync_batch_norm,
     update_bn_stats,
 )
+from tests.helpers.ranks import run_ranks
+
+NEEDS = "torch"
 
 
 @pytest.fixture(autouse=True)

@@ -8,29 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
 from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
-from tests.helpers import require
-from tests.helpers.ranks import ThreadCommunicator, run_ranks
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from multibn.parity.oracle import relative_error  # noqa: E402
-from multibn.torch_backend import (  # noqa: E402
+from multibn.parity.oracle import relative_error
+from multibn.torch_backend import (
     SubBatchNorm1d,
     SyncBatchNorm,
     checkpoint_contexts,
     convert_sync_batchnorm,
     step_statistics,
 )
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+NEEDS = "torch"
 
 # Samples of each micro-batch on ranks 0 and 1; a rank may have none.
 STEPS = {

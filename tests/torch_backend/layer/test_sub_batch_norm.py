@@ -4,25 +4,22 @@ import copy
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
-from tests.helpers import require
-from tests.helpers.ranks import errors_of_rank_0, run_ranks
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     SubBatchNorm1d,
     SubBatchNorm2d,
     SubBatchNorm3d,
     step_statistics,
 )
-from multibn.torch_backend.layer.base import has_hooks  # noqa: E402
-from tests.helpers import slowfast  # noqa: E402
-from tests.helpers.spread import spread  # noqa: E402
+from multibn.torch_backend.layer.base import has_hooks
+from tests.helpers import slowfast
+from tests.helpers.ranks import errors_of_rank_0, run_ranks
+from tests.helpers.spread import spread
+
+NEEDS = "torch"
 
 C = 3
 # For an even number of samples, per class: torch's own class and a shape.

@@ -8,18 +8,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from tests.engine.test_population_of_models import Torch
-from tests.helpers import require
-from tests.helpers.ranks import errors_of_rank_0
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.modules.batchnorm import _BatchNorm  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     NaiveSyncBatchNorm2d,
     SubBatchNorm1d,
     SubBatchNorm2d,
@@ -29,6 +22,10 @@ from multibn.torch_backend import (  # noqa: E402
     step_statistics,
     update_bn_stats,
 )
+from tests.engine.test_population_of_models import Torch
+from tests.helpers.ranks import errors_of_rank_0
+
+NEEDS = "torch"
 
 LAYERS: dict[str, Any] = {
     "nn.BatchNorm2d": nn.BatchNorm2d,

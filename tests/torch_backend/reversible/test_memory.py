@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.helpers import launch, require
+from benchmarks.reversible import make
+from tests.helpers import launch
+from tests.helpers.memory import measure_memory
 
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-
-from benchmarks.reversible import make  # noqa: E402
-from tests.helpers.memory import measure_memory  # noqa: E402
+NEEDS = "torch"
 
 KB, MB = 1024, 2**20
 TABLE = re.findall(

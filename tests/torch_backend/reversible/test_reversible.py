@@ -11,20 +11,17 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
-from tests.helpers import require
+from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
+from multibn.torch_backend.reversible import ReversibleSequence
+from multibn.torch_backend.reversible.sequence import Mode
+from tests.helpers.memory import count_saved
 
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts  # noqa: E402
-from multibn.torch_backend.reversible import ReversibleSequence  # noqa: E402
-from multibn.torch_backend.reversible.sequence import Mode  # noqa: E402
-from tests.helpers.memory import count_saved  # noqa: E402
+NEEDS = "torch"
 
 MODES: tuple[Mode, ...] = ("stored", "reversible")
 

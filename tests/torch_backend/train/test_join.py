@@ -6,21 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.engine.lockstep import END, Lockstep
-from tests.helpers import require
+from multibn.torch_backend import join
+from multibn.torch_backend.train.join import Joined
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.utils.rnn import pack_sequence  # noqa: E402
-
-from multibn.torch_backend import join  # noqa: E402
-from multibn.torch_backend.train.join import Joined  # noqa: E402
+NEEDS = "torch"
 
 
 def test_each_step_has_a_batch_and_the_amount() -> None:

@@ -4,20 +4,17 @@ import copy
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers import require
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from multibn.torch_backend.reversible import (  # noqa: E402
+from multibn.torch_backend.reversible import (
     ReversibleMViT,
     RevMViT,
     RevMViTConfig,
 )
-from tests.torch_backend.reversible.mvit.reference import DATA, REFERENCE, SMALL, slowfast_config  # noqa: E402
+from tests.torch_backend.reversible.mvit.reference import DATA, REFERENCE, SMALL, slowfast_config
+
+NEEDS = "torch"
 
 # Parameters, and multiply-adds for one image or clip.
 PUBLISHED: dict[str, tuple[int, int]] = {

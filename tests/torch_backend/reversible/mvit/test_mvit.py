@@ -7,22 +7,19 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.helpers import require
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from multibn.torch_backend import (  # noqa: E402
+from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
 )
-from multibn.torch_backend.reversible import RevMViT  # noqa: E402
-from multibn.torch_backend.reversible.mvit.layers import StageTransitionBlock  # noqa: E402
-from tests.torch_backend.reversible.mvit import reference  # noqa: E402
-from tests.torch_backend.reversible.mvit.reference import REFERENCE, VIDEO, images, small  # noqa: E402
+from multibn.torch_backend.reversible import RevMViT
+from multibn.torch_backend.reversible.mvit.layers import StageTransitionBlock
+from tests.torch_backend.reversible.mvit import reference
+from tests.torch_backend.reversible.mvit.reference import REFERENCE, VIDEO, images, small
+
+NEEDS = "torch"
 
 MODES = ["reversible", "stored"]
 GROUPED: Any = lambda dim, role: NaiveSyncBatchNorm1d(1, num_features=dim)  # noqa: E731

@@ -5,23 +5,20 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.helpers import require
-
-require.need("torch")
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm  # noqa: E402
-from multibn.torch_backend.reversible import RevMViTConfig  # noqa: E402
-from multibn.torch_backend.reversible.mvit.config import round_width  # noqa: E402
-from multibn.torch_backend.reversible.mvit.layers import (  # noqa: E402
+from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm
+from multibn.torch_backend.reversible import RevMViTConfig
+from multibn.torch_backend.reversible.mvit.config import round_width
+from multibn.torch_backend.reversible.mvit.layers import (
     TwoStreamFusion,
     normalize_last_axis,
     relative_position_bias,
 )
-from multibn.torch_backend.reversible.mvit.model import resize_positions  # noqa: E402
+from multibn.torch_backend.reversible.mvit.model import resize_positions
+
+NEEDS = "torch"
 
 
 @pytest.mark.parametrize(
