@@ -295,7 +295,8 @@ def _consecutive(parent: Communicator, k: int) -> Communicator:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
             f"groups of {k} consecutive ranks need a number of ranks that {k} divides: got {size} "
-            f"in {parent!r}, on its rank {rank}. Use one of {divisors}."
+            f"in {parent!r}, on its rank {rank}. Use one of {divisors}, in `process_group`, "
+            "`num_sync_devices` or cfg.BN.NUM_SYNC_DEVICES."
         )
     return parent if k == size else parent.split(rank // k, rank)
 

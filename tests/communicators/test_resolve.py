@@ -107,7 +107,10 @@ def test_a_machine_that_the_number_does_not_divide_is_named(machines: threading.
 
     small, _, *large = run_ranks(5, work)
     assert "groups of 3 consecutive ranks need a number of ranks that 3 divides: got 2 in" in small
-    assert small.endswith("'machine'), on its rank 0. Use one of [1, 2].")
+    assert small.endswith(
+        "'machine'), on its rank 0. Use one of [1, 2], in `process_group`, `num_sync_devices` or "
+        "cfg.BN.NUM_SYNC_DEVICES."
+    )
     assert large == ["3", "3", "3"]
 
 
@@ -270,7 +273,7 @@ def test_one_process_evaluates_what_needs_more_to_train() -> None:
     x = torch.randn(2, 3, 4, 4)
     assert layer.eval()(x).shape == x.shape
     with pytest.raises(
-        ValueError, match=r"groups of 8 consecutive ranks .*: got 1 in .*Use one of \[1\]\."
+        ValueError, match=r"groups of 8 consecutive ranks .*: got 1 in .*Use one of \[1\], in"
     ):
         layer.train()(x)
     layer.process_group = None

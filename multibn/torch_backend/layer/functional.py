@@ -264,6 +264,8 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
     check_dense("the input", x)
     shape = x.shape
+    if torch.jit.is_tracing():  # sizes are tensors there, and a look at them is a warning
+        return
     if len(shape) < 2:
         raise ValueError(
             f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {tuple(shape)}."
