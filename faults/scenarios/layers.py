@@ -53,6 +53,7 @@ order_of_widths = of_rank_1(
     says=rf"the ranks are in different places: (?=.* in narrow{_LATER})"
     r"(?=.*1\]? (is )?in wide \(forward)",
     kind="branches",
+    seconds=0.3,  # before anybody would leave a notice
 )
 
 
@@ -156,6 +157,7 @@ left_out = of_rank_1(
     "the last layer left out on a rank, then check_sync",
     says=r"the ranks are in different places: (?=.*layer2\.0\.bn2 \(forward)"
     r"(?=.*(check_sync|a sum of float64))",
+    seconds=0.3,
 )
 def last_left_out(trial: Trial) -> None:
     trial.begin()
