@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 from weakref import WeakSet
@@ -54,7 +54,7 @@ class Transport(ABC):
         """Connect the ranks, in steps as `chain` takes, and make the block. Collective."""
 
     def prepare_block(self, n: int) -> Begin:
-        """What sums the first `n` numbers of the block, or more, which nobody reads.
+        """Return what begins to sum the first `n` numbers of the block, or more, unread, ones.
 
         Ranks in different places may come with unlike `n`.
         """
@@ -62,7 +62,7 @@ class Transport(ABC):
 
     @abstractmethod
     def prepare(self, a: HostArray) -> Begin:
-        """What sums the memory of `a`; all ranks have the same dtype and shape."""
+        """Return what begins to sum `a`, of one dtype and shape on all ranks, in its memory."""
 
     def close(self, *, failed: bool) -> None:  # noqa: B027
         """Let go of threads and connections: the group or the program ends, or this is a fork.
@@ -103,7 +103,7 @@ class Channel:
 
     @property
     def carrier(self) -> str:
-        """What has carried the messages of layers: "shared memory", for example, or ""."""
+        """The name of what has carried the layers' messages, "shared memory" for example, or ""."""
         return self.transport.carrier if self._is_open else ""
 
     def allreduce(self, a: HostArray) -> HostArray:
@@ -125,7 +125,7 @@ class Channel:
         self._open(text)
         head = wire.head(wire.fingerprint(kind + facts))
         self.transport.block[: wire.HEAD] = head
-        self.watchdog.wait(lambda: chain(self._parts(total)), text)
+        self.watchdog.wait(self._prepare(total), text)
         head = self.transport.block[: wire.HEAD].tolist()
         if wire.all_equal(head, self.size):
             return total
@@ -151,7 +151,7 @@ class Channel:
             begin = self.transport.prepare_block(wire.HEAD + n)
             if payload.size < n:
                 payload = np.zeros(n)
-                begin = partial(self._begin_long, payload)
+                begin = self._prepare(payload)
             self._buffers[n] = Buffer(head, payload, begin)
         return self._buffers[n]
 
@@ -199,20 +199,23 @@ class Channel:
             yield step
         self.watchdog.board = self.transport.board
 
-    def _begin_long(self, payload: HostArray) -> Poll:
-        return chain(self._parts(payload))
-
-    def _parts(self, a: HostArray) -> Iterator[Poll | None]:
-        """Sum in place, if all ranks have sent the head that stands in the block."""
+    def _prepare(self, a: HostArray) -> Begin:
+        """Return what begins to sum `a`, if all ranks have sent the head in the block."""
         block, flat = self.transport.block, a.reshape(-1)
         first = flat[: block.size - wire.HEAD if a.dtype == np.float64 else 0]
-        room = block[wire.HEAD : wire.HEAD + first.size]
-        room[:] = first
-        yield self.transport.prepare_block(wire.HEAD + first.size)()
-        if wire.all_equal(block[: wire.HEAD].tolist(), self.size):
-            first[:] = room
-            if first.size < flat.size:
-                yield self.transport.prepare(flat[first.size :])()
+        room, head = block[wire.HEAD :][: first.size], block[: wire.HEAD]
+        begin = self.transport.prepare_block(wire.HEAD + first.size)
+        begin_rest = self.transport.prepare(flat[first.size :])
+
+        def parts() -> Iterator[Poll | None]:
+            room[:] = first
+            yield begin()
+            if wire.all_equal(head.tolist(), self.size):
+                first[:] = room
+                if first.size < flat.size:
+                    yield begin_rest()
+
+        return lambda: chain(parts())
 
 
 def raise_for_kinds(communicator: Any, kind: str, text: str, head: list[float]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 260  # numbers of a message's first part: the moments of 128 channels
 _LOOKS = 20  # of some 0.2 us each, before a rank waits
-_OFTEN = 50  # messages after which the block is worth a persistent request
+_OFTEN = 50  # sums of one memory after which a persistent request pays
 
 
 class MPI(ChannelCommunicator):
@@ -150,13 +150,7 @@ def _restore(world_ranks: tuple[int, ...] | None) -> MPI:
 
 
 class _Transport(Transport):
-    """A duplicate of an mpi4py communicator, out of reach of the program's other messages.
-
-    The block has a persistent request where MPI knows such (since 4.0): making a new request takes
-    half of the time of a small message. A group of few messages has none, since Open MPI 5.0 never
-    frees the working memory of such a request: groups made and destroyed again and again would add
-    up.
-    """
+    """A duplicate of an mpi4py communicator, out of reach of the program's other messages."""
 
     carrier = "mpi"
 
@@ -165,13 +159,10 @@ class _Transport(Transport):
         self.block = np.zeros(_BLOCK)
         self.duplicate: Comm | None = None
         self._comm = comm
-        self._num_begun = 0  # messages
-        self._request: Any = None  # the persistent one
-        self._done: Any = None  # of that request
-        self._offers = spin_seconds()
+        self.requests: list[Any] = []  # persistent ones
+        self.offers = spin_seconds()
         from mpi4py import MPI as mpi
 
-        self._in_place: Any = mpi.IN_PLACE
         if self.size == mpi.COMM_WORLD.size == 1 and comm != mpi.COMM_SELF:
             warn_if_launched(
                 "MPI.COMM_WORLD has 1 process",
@@ -185,12 +176,13 @@ class _Transport(Transport):
         yield partial(poll, request.Test)
         # Collectives and point-to-point messages of one communicator do not meet.
         self.board = _Board(duplicate)
+        self._begin_block = self.prepare(self.block)
 
     def prepare_block(self, n: int) -> Begin:
-        return self._begin_block
+        return self._begin_block  # of all messages: ranks then begin the block equally often
 
     def prepare(self, a: HostArray) -> Begin:
-        return partial(self._begin, a)
+        return _Sum(self, a).begin
 
     def end(self, *, failed: bool) -> None:
         # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be
@@ -203,18 +195,37 @@ class _Transport(Transport):
             mpi.COMM_WORLD.Abort(1)
 
     def free(self) -> None:
-        for each in (self._request, self.duplicate):
+        for each in (*self.requests, self.duplicate):
             if each is not None:
                 each.Free()
-        self._request = self.duplicate = None
+        self.requests, self.duplicate = [], None
 
-    def _begin_block(self) -> Poll | None:
+
+class _Sum:
+    """A sum of one memory, which all ranks begin equally often.
+
+    One that is begun often has a persistent request where MPI knows such (since 4.0): making a new
+    request takes half of the time of a small message. One of few messages has none, since Open MPI
+    5.0 never frees the working memory of such a request: groups made and destroyed again and again
+    would add up.
+    """
+
+    def __init__(self, transport: _Transport, memory: HostArray) -> None:
+        self._transport, self._memory = transport, memory
+        self._num_begun = 0
+        self._request: Any = None  # the persistent one
+        self._done: Any = None  # of that request
+        from mpi4py import MPI as mpi
+
+        self._in_place: Any = mpi.IN_PLACE
+
+    def begin(self) -> Poll | None:
         if self._request is None:
-            self._num_begun += 1  # equal on all ranks: they begin every message here
-            if self._num_begun < _OFTEN:
-                return self._begin(self.block)
-            if self._num_begun > _OFTEN or not self._keep_request():
-                return self._begin(self.block)
+            self._num_begun += 1
+            if self._num_begun != _OFTEN or not self._keep_request():
+                assert self._transport.duplicate is not None
+                request = self._transport.duplicate.Iallreduce(self._in_place, self._memory)
+                return partial(poll, request.Test, offers=self._transport.offers)
         self._request.Start()
         for _ in range(_LOOKS):
             if self._request.Test():
@@ -222,17 +233,14 @@ class _Transport(Transport):
         return cast(Poll, self._done)
 
     def _keep_request(self) -> bool:
-        """Whether the block has a persistent request from now on."""
-        assert self.duplicate is not None
+        """Whether the sum has a persistent request from now on."""
+        assert self._transport.duplicate is not None
         with suppress(NotImplementedError):
-            self._request = self.duplicate.Allreduce_init(self._in_place, self.block)
-            self._done = partial(poll, self._request.Test, offers=self._offers)
+            duplicate = self._transport.duplicate
+            self._request = duplicate.Allreduce_init(self._in_place, self._memory)
+            self._transport.requests.append(self._request)
+            self._done = partial(poll, self._request.Test, offers=self._transport.offers)
         return self._request is not None
-
-    def _begin(self, a: HostArray) -> Poll:
-        assert self.duplicate is not None
-        request = self.duplicate.Iallreduce(self._in_place, a)
-        return partial(poll, request.Test, offers=self._offers)
 
 
 class _Board(StatusBoard):

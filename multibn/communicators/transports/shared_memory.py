@@ -65,7 +65,7 @@ class SharedMemory:
         return self._memory is not None
 
     def prepare(self, a: HostArray) -> Begin | None:
-        """What sums `a` over the ranks, in place; None for one that has no room here.
+        """Return what begins to sum `a` in its memory; None if `a` has no room here.
 
         Ranks may come with unlike lengths, and the sum is wrong then.
         """
