@@ -113,7 +113,7 @@ def handshake(
     Collective where the layer has not compared itself with so many channels.
     """
     known = _known_of(communicator, channel, layer.own_known)
-    # What a function has compared lasts as long as a call.
+    # A function's comparison lasts as long as a call.
     names = known.names if layer.built is None else layer.names.setdefault(known, {})
     key = layer.name, channels
     if key not in names:

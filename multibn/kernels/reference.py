@@ -80,7 +80,7 @@ def finish_forward(
 
     Returns the output, the statistics of the whole batch, and `OK`, or what is wrong with the
     message: the running statistics then stay as they are, and the output may be anything. `summed`
-    is on the device of `x` or in host memory, and is not kept: the memory may be the line's. With
+    is on the device of `x` or in host memory, and is not kept: the memory may be the channel's. With
     `coefficients`, the output is left to the caller, as in `normalize`.
     """
     batch, state = _unpack(args, summed, rank_weight, count)
@@ -375,7 +375,7 @@ def _before_relu(g: Gradient) -> Gradient:
 
 
 def _like(summed: Array, x: Array) -> Array:
-    """A sum in the library of `x`, in memory that is not a line's."""
+    """A sum in the library of `x`, in memory that is not a channel's."""
     xp = array_namespace(x)  # torch's asarray would take the default device, which may be a GPU
     of_host = getattr(xp, "from_numpy", xp.asarray)
     return of_host(summed.copy()) if type(summed) is np.ndarray else summed

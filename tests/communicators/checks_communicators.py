@@ -141,7 +141,7 @@ def check_gpu_tensors_go_through_the_channel(world: Communicator) -> None:
 
 @only(sizes=(2, 3, 4), needs=("a machine without CuPy",))
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
-    """They come through host memory over these transports: at once, and not one call later."""
+    """The numbers come through host memory here: at once, and not one call later."""
     phase = Phase(world, "bn")
     mark = wire.mark(world.rank)
     with standin_cupy.installed() as cupy:

@@ -179,7 +179,7 @@ def _errors(
 
 
 def check_a_group_gives_the_numbers_of_its_formula(world: Communicator) -> None:
-    """It is one process on the group's batch; with NAIVE the formula of the originals."""
+    """The formula is one process's on the group's batch; with NAIVE the originals'."""
     for (layer_class, spatial), dtype, options in itertools.product(
         LAYERS, (np.float64, np.float32), ({}, NAIVE)
     ):

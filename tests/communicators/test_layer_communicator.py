@@ -1,4 +1,4 @@
-"""What a layer's messages tell over communicators that have no channel: a user's own, and GPUs'."""
+"""A layer's messages over communicators that have no channel: a user's own, and GPUs'."""
 
 import contextlib
 import gc

@@ -271,7 +271,7 @@ def test_a_rank_that_a_transport_has_seen_to_leave_may_have_said_why(
 
 
 def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
-    """They are on other machines, whose processes nobody here can see."""
+    """The ranks are on other machines, whose processes nobody here can see."""
     notices: dict[int, Status] = {}
 
     def wait(world: ThreadCommunicator) -> str:

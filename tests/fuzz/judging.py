@@ -86,7 +86,7 @@ def _skips(call: Call) -> bool:
 
 
 def _expected_alone(step: Step, skips: bool) -> tuple[type[Exception], ...]:
-    """What evaluation gives. Without averages, a rank's batch has its own statistics."""
+    """The errors of an evaluation. Without averages, a rank's batch has its own statistics."""
     if step.before:
         return ()
     if not np.isfinite(step.x).all():

@@ -395,7 +395,7 @@ def test_results_have_memory_of_their_own(kernels: Any) -> None:
 @invalid
 @libraries
 def test_a_mark_stands_for_moments_that_are_not_finite(kernels: Any, of: Any) -> None:
-    """It stands in their channels alone."""
+    """The mark stands in their channels alone."""
     marks = wire.mark(3), wire.NO_MARK
     for value in (np.nan, np.inf, 1e145):
         x = np.arange(24.0).reshape(4, 3, 2)

@@ -229,7 +229,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.skipif(DEVICE != "cpu", reason="the stand-in is for machines without CuPy")
 @orders
 def test_cupy_arrays_take_the_same_kernels(order: Any, cupy: Any, launched: list[str]) -> None:
-    """They run in CuPy's stream, with its strides, and its arrays stay alive between the halves."""
+    """The kernels run in CuPy's stream, with its strides; its arrays live from half to half."""
 
     def given(x: Any) -> Any:
         return x.numpy().copy(order="K").view(cupy.ndarray)

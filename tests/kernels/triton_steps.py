@@ -121,7 +121,7 @@ def test_the_operators_of_compiled_code_return_the_kernels_coefficients(
     relu: bool, masked: bool, affine: bool, dtype: str, launched: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """They take six launches and a concatenation; seven where the output's sign is gone."""
+    """The operators take six launches and a concatenation; seven if the output's sign is gone."""
     C, communicator = 300, Twice()
     compiled.register(communicator)
     x, dy = (wide(4, C, 5).to(getattr(torch, dtype)) for _ in range(2))
