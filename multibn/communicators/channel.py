@@ -255,7 +255,7 @@ class ChannelCommunicator(Handle, ABC):
         return False
 
     def allreduce_on_device(self, x: Array, /) -> Array:
-        """Sum what the communicator `takes` on its device, as `allreduce`. This sum has no deadline."""
+        """Sum what the communicator `takes`, on its device. This sum has no deadline."""
         raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
 
     def allreduce_in_place(self, x: Array, /) -> Array:

@@ -80,8 +80,8 @@ def finish_forward(
 
     Returns the output, the statistics of the whole batch, and `OK`, or what is wrong with the
     message: the running statistics then stay as they are, and the output may be anything. `summed`
-    is on the device of `x` or in host memory, and is not kept: the memory may be the channel's. With
-    `coefficients`, the output is left to the caller, as in `normalize`.
+    is on the device of `x` or in host memory, and is not kept: the memory may be the channel's.
+    With `coefficients`, the output is left to the caller, as in `normalize`.
     """
     batch, state = _unpack(args, summed, rank_weight, count)
     y = normalize(args, batch, coefficients=coefficients)
