@@ -83,16 +83,21 @@ def chainer(communicator: Communicator) -> list[dict[str, Any]]:
     return _shortest(lambda: ys.append(link(v)), lambda: backward(ys.pop()))
 
 
+def _length(trace: dict[str, Any]) -> tuple[int, int]:
+    """How long a trace is: a rank that waits has frames more, though other calls may be fewer."""
+    return len(trace["frames"]), trace["calls"]
+
+
 def _shortest(*passes: Callable[[], object]) -> list[dict[str, Any]]:
     """The shortest trace of each pass in several steps: a rank that waits asks more often."""
     steps = [[_traced(each) for each in passes] for _ in range(TRACED)]
-    return [min(each, key=lambda trace: trace["calls"]) for each in zip(*steps, strict=True)]
+    return [min(each, key=_length) for each in zip(*steps, strict=True)]
 
 
 def traces(framework: str) -> list[dict[str, Any]]:
     """The shortest trace of a forward and of a backward pass on two ranks."""
     of_ranks = run_workers(f"benchmarks.calls.{framework}", FRAMEWORKS[framework], 2, timeout=120)
-    return [min(each, key=lambda trace: trace["calls"]) for each in zip(*of_ranks, strict=True)]
+    return [min(each, key=_length) for each in zip(*of_ranks, strict=True)]
 
 
 def tree(trace: dict[str, Any]) -> Iterator[str]:
