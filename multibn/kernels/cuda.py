@@ -82,8 +82,7 @@ def begin_forward(
     launch(passes.moments, programs, arguments, constants, key, known)
     numbers, *around = _message(out, partials, plan.payload)
     arguments = partials, numbers, number(rank_weight), number(count), number(mark), *around
-    tensors = isinstance(rank_weight, Tensor), isinstance(count, Tensor)
-    _merge(steps.merge_moments, arguments, ("merge_moments", *tensors))
+    _merge(steps.merge_moments, arguments, ("merge_moments", *map(_kind, (rank_weight, count))))
     return numbers if out is None else out
 
 
@@ -115,8 +114,7 @@ def finish_forward(
         launch(steps.gaps, length, (summed, looked_at, 2 * C), _GAPS, "gaps", _known)
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
     arguments = summed, *batch, weight, bias, found, *arrays, looked_at, *numbers
-    key = isinstance(count, Tensor), plan.dtype, *key
-    key = weight is None or weight.dtype, bias is None or bias.dtype, *key
+    key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), plan.dtype, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     if constants["CUMULATIVE"]:  # only now: all programs have read the counter
         arrays[2].add_(batch.count > 0)
@@ -157,8 +155,7 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
         *around,
         number(args.eps),
     )
-    own_key = args.weight is None or args.weight.dtype, args.bias is None or args.bias.dtype
-    _merge(steps.merge_sums, arguments, ("merge_sums", *own_key))
+    _merge(steps.merge_sums, arguments, ("merge_sums", _kind(args.weight), _kind(args.bias)))
     return numbers if out is None else out, dweight, dbias, (plan, inputs, key, coefficients)
 
 
@@ -174,7 +171,7 @@ def finish_backward(
     if coefficients:
         weight, found = g.input.weight, summed.new_empty((4, *plan.shape), dtype=plan.dtype)
         arguments = summed, *g.batch[:2], weight, factor, found, number(g.input.eps), plan.channels
-        key = "gradient", weight is None or weight.dtype, isinstance(factor, Tensor), plan.dtype
+        key = "gradient", _kind(weight), _kind(factor), plan.dtype
         programs = -(-plan.channels // _BLOCK)
         launch(steps.gradient_coefficients, programs, arguments, _STEP, key, _known)
         return found, None
@@ -182,7 +179,7 @@ def finish_backward(
     dx = torch.empty_like(x)
     dresidual = None if g.y is None else torch.empty_like(x)
     arguments = *inputs, of_output, dx, dresidual, summed, factor, *sizes
-    key = key and (*key, "gradient", g.y is None, isinstance(factor, Tensor))
+    key = key and (*key, "gradient", g.y is None, _kind(factor))
     launch(passes.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
@@ -227,7 +224,7 @@ def coefficients_of(
     C = mean.numel()
     coefficients = mean.new_empty((5, C), dtype=dtype)
     arguments = mean, var, weight, bias, coefficients, number(eps), C
-    key = "coefficients_of", weight is None or weight.dtype, bias is None or bias.dtype, dtype
+    key = "coefficients_of", _kind(weight), _kind(bias), dtype
     launch(steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key, _known)
     return coefficients
 
@@ -305,6 +302,11 @@ def fit(
     return 0 not in shape
 
 
+def _kind(v: Any) -> Any:
+    """What a launch's key needs of an argument that is a tensor, a number, or None."""
+    return v.dtype if isinstance(v, Tensor) else v is None
+
+
 def _bytes(mask: Tensor) -> Tensor:
     return mask.contiguous().view(torch.uint8)
 
@@ -369,9 +371,7 @@ def _plan_of(
     if sizes is None or 0 in shape or dtype not in _DTYPES or not in_order:
         return None
     _, C, S = sizes
-    multiprocessors = 1
-    if device.type == "cuda":  # not Triton's interpreter
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    multiprocessors = _multiprocessors(device)
     last = int(S == 1 and C > 1)
     sums = _sums(sizes, last, dtype, _SUMS * multiprocessors)
     columns = 2 if S % _vector(sizes, dtype) and S > 1 else last
@@ -382,6 +382,12 @@ def _plan_of(
     )
     payload, arithmetic = forward_payload(C), _DTYPES[dtype]
     return _Plan(channels(shape, axis), C, payload, arithmetic, device, sums, (plain, relu))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, programs: int) -> _Tiling:

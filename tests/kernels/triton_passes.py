@@ -46,8 +46,7 @@ def _afresh() -> None:
 @pytest.fixture
 def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has one: how work is divided depends on their number."""
-    properties = SimpleNamespace(multi_processor_count=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 1)
 
 
 @pytest.fixture
