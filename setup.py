@@ -60,7 +60,7 @@ CORE = Extension(
         *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
         *("-falign-loops=64", "-pthread"),
     ],
-    extra_link_args=["-pthread"],
+    extra_link_args=["-pthread", "-ldl"],  # libdl: a part of the C library since glibc 2.34
     define_macros=[("Py_LIMITED_API", "0x030a0000")],
     py_limited_api=True,
     optional=True,  # without a compiler, the reference kernels are used: `multibn info` says so

@@ -51,7 +51,7 @@ class Part(NamedTuple):
 PARTS = {
     "modes": Part("right", 90, ["benchmarks/gpu/right.py::test_modes"]),
     "kernels": Part("right", 180, [f"tests/kernels/{name}.py" for name in (
-        "test_passes", "test_steps", "triton_passes", "triton_steps")]),
+        "test_passes", "test_steps", "triton_passes", "triton_steps", "triton_prepared")]),
     **{name: Part("right", seconds, [f"benchmarks/gpu/right.py::test_{name}"])
        for name, seconds in (("numbers", 120), ("graphs", 60), ("host_waits", 60), ("ranks", 180))},
     "network": Part("fast", 90, on_all=True),
@@ -228,9 +228,9 @@ def _page(results: Row) -> Iterator[str]:
     names = (OURS, PEER, LOCAL)
     if gpus := max((row.get("gpus", 1) for row in _times(results)), default=0):
         yield f"GPUs that took part: {gpus} in networks, messages and the host's times, else one."
-    yield ("A time on the GPU is that of a CUDA graph's replay. A replay leaves out multibn's two "
-           "copies of messages to the host, and the peer's three waits; times of the host have "
-           "both, and the stand-in for a second rank, one launch each way.")  # fmt: skip
+    yield ("A time on the GPU is that of a CUDA graph's replay. A replay leaves out multibn's "
+           "looks at messages, and the peer's three waits; times of the host have both, and the "
+           "stand-in for a second rank, one launch each way.")  # fmt: skip
     yield markdown(
         ("microseconds", *names, f"/ {PEER}", f"/ {LOCAL}", "/ 8 passes"),
         [(f"{row['time']}: {'x'.join(map(str, row['shape']))} {row['dtype']} {row['layout']}",

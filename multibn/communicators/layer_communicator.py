@@ -33,8 +33,15 @@ from multibn.communicators.diagnostics import (
     log_and_raise,
     log_to_stderr,
 )
-from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
-from multibn.communicators.pinned import begin_copy
+from multibn.communicators.handshake import (
+    COPIED,
+    GroupState,
+    LayerId,
+    Summed,
+    explained,
+    handshake,
+)
+from multibn.communicators.pinned import is_captured, stream_of
 from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
 
@@ -196,7 +203,7 @@ class LayerPhase(Forwarding):
         self._num_numbers = n
         self._calls = 0
         self._latest = _Latest(self)
-        self._pinned: dict[Any, list[Any]] = {}
+        self._self = ref(self)
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
         self._group = group
@@ -246,15 +253,19 @@ class LayerPhase(Forwarding):
             return None
         return Message(like.new_empty(self._length(), dtype=dtype), self._fingerprint)
 
-    def allreduce(self, x: Array | Message, /) -> Array:
+    def allreduce(self, x: Array | Message, /, *, copied: bool = False) -> Array:
         """Sum a payload; raise on all ranks if the ranks are in different places.
 
         Memory that `buffer` returned is summed in place, and stays valid until the next message; so
-        is a `message`, whose memory is its own.
+        is a `message`, whose memory is its own, and is kept for a while unless it is `copied`.
         """
         self._calls += 1
+        if type(x) is Message:
+            is_ours = self._channel is not None
+            reduce = self._group.allreduce_in_place if is_ours else self._group.allreduce
+            return self._on_device(x.numbers, reduce, copied)
         if x is not self._payload:
-            return self._allreduce_other(x)
+            return self._allreduce_other(x, copied)
         self._head[:] = self._sent_head
         self._watchdog.wait(self._buffer.begin, self._latest)
         head = self._head.tolist()
@@ -262,12 +273,12 @@ class LayerPhase(Forwarding):
             self._raise_for_places(head)
         return x
 
-    def _allreduce_other(self, x: Array | Message) -> Array:
+    def _allreduce_other(self, x: Array, copied: bool) -> Array:
         """Sum a payload that does not stand in the channel's memory."""
         if self._size == 1:
             return x if self._is_alone else self._group.allreduce(x)
-        if isinstance(x, Message) or self._channel is None or self._group.takes(x):
-            return self._allreduce_array(x)
+        if self._channel is None or self._group.takes(x):
+            return self._allreduce_array(x, copied)
         self._calls -= 1
         payload = self.buffer()
         assert payload is not None
@@ -326,35 +337,32 @@ class LayerPhase(Forwarding):
         """
         return max(self._known.longest, wire.HEAD + self._num_numbers)
 
-    def _allreduce_array(self, x: Array | Message) -> Array:
+    def _allreduce_array(self, x: Array, copied: bool) -> Array:
         """Sum over what is handed arrays: a GPU's transport, or a user's own class."""
-        on_host = not isinstance(x, Message) and is_on_host(x)
-        known = self._known
-        if len(known.unread) >= known.ahead:
-            known.look(known.ahead - 1)
-        reduce, end = self._group.allreduce, wire.HEAD + self._num_numbers
-        if isinstance(x, Message):
-            numbers = x.numbers
-            if self._channel is not None:
-                reduce = self._group.allreduce_in_place
-        else:
-            sent, around = to_host(x) if on_host else x, np.zeros(self._length())
-            refuses = on_host and self._refuses(sent)
-            around[: wire.HEAD] = wire.head(self.mark) if refuses else self._sent_head
-            numbers = from_host(around, sent)
-            numbers[wire.HEAD : end] = sent
+        on_host, end = is_on_host(x), wire.HEAD + self._num_numbers
+        sent, around = to_host(x) if on_host else x, np.zeros(self._length())
+        refuses = on_host and self._refuses(sent)
+        around[: wire.HEAD] = wire.head(self.mark) if refuses else self._sent_head
+        numbers = from_host(around, sent)
+        numbers[wire.HEAD : end] = sent
+        if not on_host:
+            return self._on_device(numbers, self._group.allreduce, copied)
+        summed = self._group.allreduce(numbers)
+        head = summed[: wire.HEAD].tolist()
+        if head != self._expected and not refuses:
+            self._raise_for_places(head)
+        return from_host(summed[wire.HEAD : end], x)
+
+    def _on_device(self, numbers: Array, reduce: Callable[[Array], Array], copied: bool) -> Array:
+        """Sum a message on a GPU; the payload of the sum. The host looks at it later."""
+        captured = is_captured(numbers)
+        if not captured:
+            self._known.look_if_due(COPIED if copied else None)
         summed = reduce(numbers)
-        payload = summed[wire.HEAD : end]
-        if on_host:
-            head = summed[: wire.HEAD].tolist()
-            if head != self._expected and not refuses:
-                self._raise_for_places(head)
-            return from_host(payload, x)
-        wait = begin_copy(summed, self._pinned)
-        if wait is not None:
-            # Weak: the group's messages keep no model alive.
-            known.unread.append((ref(self), self._calls, wait))
-        return payload
+        if not captured:
+            kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
+            self._known.keep(Summed(self._self, self._calls, summed, self._expected, kind))
+        return summed[wire.HEAD : wire.HEAD + self._num_numbers]
 
     def check(self, summed: HostArray, number: int) -> None:
         """Raise on all ranks unless the messages that a GPU has summed in a call belong together.

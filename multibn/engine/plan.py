@@ -6,6 +6,7 @@ questions about the array, the options and the ranks are asked when it is made. 
 plans, and asks only whether it has one for the input at hand.
 """
 
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ from multibn.engine.running import StepAccumulator, update_running
 from multibn.kernels import BatchStatistics, reference
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import NormArgs as NormArgs
-from multibn.kernels.spec import CANCELLED, OK
+from multibn.kernels.spec import CANCELLED, OK, unpack
 
 # Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
@@ -48,6 +49,8 @@ class Plan:
         The name of the forward message.
     needs_gradient, finetune
         Whether `backward` may follow, and Chainer's word; both are compared over the ranks.
+    copied
+        Whether messages of a GPU stand in memory of which nothing may be kept, a CUDA graph's.
 
     The first pass of each kind finds out what goes with its messages, which is collective for a
     layer that has sent none: one allreduce of a fixed size.
@@ -64,6 +67,7 @@ class Plan:
         phase: str = "forward",
         needs_gradient: bool = True,
         finetune: bool = False,
+        copied: bool = False,
     ) -> None:
         x = args.x
         self.axis = args.axis
@@ -74,13 +78,20 @@ class Plan:
         num_samples = x.shape[args.axis[0]]
         self._weight, self._count = masks.rank_weight(count, num_samples, weighting), count
         self._verbs = verbs or kernels.select(x)
-        self.communicator, self._phase = communicator, phase
+        self.communicator, self._phase, self._copied = communicator, phase, copied
         self.facts: Any = {"needs_gradient": needs_gradient, "finetune": finetune}
         self._forward: _Messages | None = None
         self._backward: _Messages | None = None
+        # On a GPU, launches that are prepared in a first step, for the usual kind of step.
+        is_usual = args.mask is None and type(args.running) is not StepAccumulator and count > 1
+        prepare = getattr(self._verbs, "PreparedStep", None)
+        self._prepared: Any = prepare() if prepare is not None and is_usual else None
 
-    def forward(self, args: NormArgs, /) -> tuple[Any, BatchStatistics]:
+    def forward(self, args: NormArgs, /) -> tuple[Any, Any]:
         """Normalize an input by the batch that all ranks hold together.
+
+        Returns the output and its `BatchStatistics`, packed where a GPU's launches were
+        prepared in an earlier step.
 
         Collective, one allreduce of 2C+4 float64 numbers, unless `engine.recompute` replays the
         statistics; another one for a variance that is lost beside the square of the mean, on the
@@ -88,7 +99,7 @@ class Plan:
         the ranks hold one value per channel together.
         """
         if not recompute.state.stack:
-            return self.share(args)
+            return self.share(args) if self._prepared is None else self._share_prepared(args)
         batch = recompute.replayed(self.channels)
         if batch is not None:
             return self._verbs.normalize(args, batch), batch
@@ -96,11 +107,21 @@ class Plan:
         recompute.record(batch, args, self)
         return y, batch
 
+    def _share_prepared(self, args: NormArgs) -> tuple[Any, Any]:
+        """Do as `share`, by launches that were prepared in an earlier step."""
+        found = None
+        if self._forward is not None:
+            found = self._prepared.forward(args, self._forward)
+        if found is None:
+            with self._prepared.preparing_forward(args):
+                found = self.share(args)
+        return found
+
     def share(self, args: NormArgs, /) -> tuple[Any, BatchStatistics]:
         """Do as `forward`, without a look at the tapes of `recompute`."""
         messages = self._forward
         if messages is None:
-            of = self.communicator, self._phase, args.x, self._lengths[0]
+            of = self.communicator, self._phase, args.x, self._lengths[0], self._copied
             messages = self._forward = _Messages(*of, **self.facts)
         weight, count = self._weight, self._count
         if args.mask is not None:
@@ -151,20 +172,21 @@ class Plan:
                 f"on rank {rank}."
             )
 
-    def backward(self, g: Gradient, /, *, means: bool = False) -> Gradients:
+    def backward(self, g: Gradient, /, *, means: bool = False, by_verbs: bool = False) -> Gradients:
         """The gradients of a layer's input, residual and parameters.
 
         Collective if `x` needs a gradient: one allreduce of 2C+2 float64 numbers. The gradients of
         parameters are this rank's, or, with `means`, the means over the ranks; then `x` must need a
         gradient.
         """
-        verbs = self._verbs
+        if self._prepared is not None and not by_verbs:
+            return self._backward_prepared(g, means)
+        messages, verbs = self._backward, self._verbs
         if not g.needs_dx:
             _, dweight, dbias, *_ = verbs.begin_backward(g)
             return None, None, dweight, dbias
-        messages = self._backward
         if messages is None:
-            of = self.communicator, "backward", g.input.x, self._lengths[1]
+            of = self.communicator, "backward", g.input.x, self._lengths[1], self._copied
             messages = self._backward = _Messages(*of)
         memory = messages.memory if messages.is_fixed else messages.new(g.input.x)
         payload, dweight, dbias, *begun = verbs.begin_backward(g, out=memory)
@@ -172,6 +194,17 @@ class Plan:
         if means:
             dweight, dbias = verbs.parameter_gradients(summed, g, divisor=messages.size)
         return *verbs.finish_backward(g, summed, *begun), dweight, dbias
+
+    def _backward_prepared(self, g: Gradient, means: bool) -> Gradients:
+        """Do as `backward`, by launches that were prepared in an earlier step."""
+        found: Gradients | None = None
+        if self._backward is not None and g.needs_dx and not means:
+            found = self._prepared.backward(g, self._backward)
+        if found is None:
+            g = g._replace(batch=unpack(g.batch))
+            with self._prepared.preparing_backward(g):
+                found = self.backward(g, means=means, by_verbs=True)
+        return found
 
 
 class _Messages:
@@ -182,10 +215,10 @@ class _Messages:
     """
 
     memory: Any = None
-    new: Any
+    new: Any = staticmethod(lambda like: None)
 
     def __init__(
-        self, communicator: Communicator, phase: str, x: Array, n: int, **facts: bool
+        self, communicator: Communicator, phase: str, x: Array, n: int, copied: bool, **facts: bool
     ) -> None:
         if type(communicator) is LayerCommunicator:
             communicator = communicator.during(phase, x.dtype, n, like=x, **facts)
@@ -195,6 +228,8 @@ class _Messages:
         if type(communicator) is not LayerPhase:
             self.mark = wire.mark(communicator.rank)
             return
+        if copied:
+            self.allreduce = partial(communicator.allreduce, copied=True)
         self.mark = communicator.mark
         place = _place(x)
         if place == "host" and self.size > 1:

@@ -25,6 +25,7 @@ from multibn.kernels.reference import parameter_gradients as parameter_gradients
 from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
+from multibn.kernels.triton.prepared import PreparedStep as PreparedStep
 from multibn.wire import HEAD, NO_MARK, Message, backward_payload, forward_payload
 
 if torch.cuda.is_available():

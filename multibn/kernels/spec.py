@@ -41,6 +41,21 @@ class BatchStatistics(NamedTuple):
     element_weight: Array
 
 
+class PackedStatistics(NamedTuple):
+    """A `BatchStatistics` in one array, of 2C+2 numbers in its order, which few take apart."""
+
+    numbers: Array
+    shape: tuple[int, ...]  # of the mean
+
+
+def unpack(batch: BatchStatistics | PackedStatistics) -> BatchStatistics:
+    """The statistics; views of the numbers of packed ones."""
+    if isinstance(batch, BatchStatistics):
+        return batch
+    mean, var = batch.numbers[:-2].reshape((2, *batch.shape))
+    return BatchStatistics(mean, var, batch.numbers[-2], batch.numbers[-1])
+
+
 class Running(NamedTuple):
     """Running statistics, which `finish_forward` moves in place.
 

@@ -11,13 +11,14 @@ class Phase:
     """Sends each message by the `LayerPhase` of its length."""
 
     def __init__(
-        self, communicator: Any, name: str, phase: str = "forward", dtype: str = "float32"
-    ) -> None:
+        self, communicator: Any, name: str, phase: str = "forward", dtype: str = "float32",
+        **options: bool,
+    ) -> None:  # fmt: skip
         self.layer = LayerCommunicator(communicator, lambda: name)
-        self._key = phase, np.dtype(dtype)
+        self._key, self._options = (phase, np.dtype(dtype)), options
 
     def of(self, n: int, like: Any = None) -> LayerPhase:
         return self.layer.during(*self._key, n, like=like)
 
     def allreduce(self, x: Any) -> Any:
-        return self.of(x.shape[0], x).allreduce(x)
+        return self.of(x.shape[0], x).allreduce(x, **self._options)

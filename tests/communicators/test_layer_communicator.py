@@ -15,7 +15,7 @@ from multibn import SingleProcess, wire
 from multibn.communicators.handshake import agree
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
-from multibn.communicators.pinned import begin_copy
+from multibn.communicators.pinned import begin_copy, is_captured, on_stream
 from multibn.engine.consistency import check_equal
 from multibn.engine.statistics import Moments, aggregate
 from tests.communicators.phases import Phase
@@ -25,7 +25,7 @@ from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
 LENGTH = 2 * C + 2  # of a layer's numbers
-AHEAD = 8  # messages that are sent before the host looks at one
+TOGETHER = 4  # messages at which the host looks together, while as many others are sent
 
 
 def _errors(size: int, work: Callable[[ThreadCommunicator], object]) -> list[Exception]:
@@ -225,7 +225,7 @@ def test_unlike_layers_are_named_later(ones: Any) -> None:
             np.testing.assert_array_equal(host, [2.0] * (2 * C + 2))
         for layer in reversed(layers) if world.rank == 1 else layers:
             layer.allreduce(ones(LENGTH))
-        for layer in layers * AHEAD:
+        for layer in layers * TOGETHER:
             layer.allreduce(ones(LENGTH))
             sent[world.rank] += 1
 
@@ -242,7 +242,7 @@ def test_unlike_layers_are_named_later(ones: Any) -> None:
                 f"the ranks were in different places in an earlier call, {('bn1', 'bn2')[rank]} "
                 f"(forward, float32, call 2), on rank {rank}: another rank was in another layer"
             )
-            assert sent == [AHEAD - 2] * 2, "all ranks look at a message at the same moment"
+            assert sent == [2 * TOGETHER - 4] * 2, "all ranks look at a message at the same moment"
         assert str(error).startswith(expected)
 
 
@@ -254,7 +254,7 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
         for layer, n in layers:
             assert layer.allreduce(ones(n)).shape == (n,)
         layer, n = layers[world.rank % 2]
-        for _ in range(AHEAD + 1):
+        for _ in range(2 * TOGETHER):
             layer.allreduce(ones(n))
 
     for error in _errors(2, work):
@@ -287,14 +287,17 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
         ),
     ],
 )
+@pytest.mark.parametrize("copied", [(False, False), (True, True), (False, True), (True, False)])
 def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
-    ones: Any, spoiled: float, kind: type[Exception], expected: str
+    ones: Any, copied: tuple[bool, bool], spoiled: float, kind: type[Exception], expected: str
 ) -> None:
+    """Eager layers and compiled ones behave alike, also where one follows the other."""
+
     def work(world: ThreadCommunicator) -> None:
-        layer = Phase(world, "bn")
+        layer, other = (Phase(world, "bn", copied=each) for each in copied)
         layer.allreduce(ones(LENGTH) + (spoiled if world.rank == 1 else 0.0))
-        for _ in range(AHEAD):
-            layer.allreduce(ones(LENGTH))
+        for _ in range(2 * TOGETHER):
+            other.allreduce(ones(LENGTH))
 
     for rank, error in enumerate(_errors(2, work)):
         assert isinstance(error, kind)
@@ -373,7 +376,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             self.gpu = device.index
 
         def record(self, stream: Any) -> None:
-            assert stream == (None if self.gpu == 0 else f"the stream of GPU {self.gpu}")
+            assert stream == f"the stream of GPU {self.gpu}"
 
         def synchronize(self) -> None:
             pass
@@ -429,7 +432,29 @@ def test_a_capture_on_the_gpu_of_the_message_takes_no_copy(
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == captured)
     for gpu in (0, 1):
-        assert (begin_copy(on_gpu(1.0, gpu), {}) is None) == (gpu == captured)
+        assert is_captured(on_gpu(1.0, gpu)) == (gpu == captured)
+
+
+def test_messages_of_another_stream_are_read_in_that_stream(
+    on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current stream need not wait for it."""
+    import torch
+
+    entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def enter(stream: Any) -> Iterator[None]:
+        entered.append(stream)
+        yield
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 70 + gpu, raising=False)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: (stream, device.index))
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    for stream in (71, 5):
+        with on_stream(stream, on_gpu(1.0, 1)):
+            pass
+    assert entered == [(5, 1)]
 
 
 def test_first_messages_are_summed_on_the_gpu_of_the_activation(
@@ -472,10 +497,10 @@ def test_first_messages_are_summed_on_the_gpu_of_the_activation(
 
 def test_calls_in_a_row_wait_for_none_of_their_copies(on_gpu: Callable[..., Any]) -> None:
     unused: Any = {}
-    waits: Any = [begin_copy(on_gpu(float(n)), unused) for n in range(AHEAD)]
-    assert [wait().tolist() for wait in waits] == [[n] * 4 for n in range(AHEAD)]
+    waits: Any = [begin_copy(on_gpu(float(n)), unused) for n in range(TOGETHER)]
+    assert [wait().tolist() for wait in waits] == [[n] * 4 for n in range(TOGETHER)]
     begin_copy(on_gpu(9.0), unused)
-    assert [len(each) for each in unused.values()] == [AHEAD - 1], "memory is used again"
+    assert [len(each) for each in unused.values()] == [TOGETHER - 1], "memory is used again"
 
 
 @pytest.mark.parametrize("scale", [0.25, 1e-3, 1.0, 1e6])

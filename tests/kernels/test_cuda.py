@@ -23,7 +23,13 @@ from tests.kernels.passes import takes_int_of_an_array
 HERE = Path(__file__).parent
 CHECKS = [
     str(HERE / name)
-    for name in ("triton_passes.py", "triton_steps.py", "test_passes.py", "test_steps.py")
+    for name in (
+        "triton_passes.py",
+        "triton_steps.py",
+        "triton_prepared.py",
+        "test_passes.py",
+        "test_steps.py",
+    )
 ]
 
 
@@ -185,7 +191,7 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(cuda, "_known", {})
     current = [0]
-    monkeypatch.setattr(launch, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(launch, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device_of", second)
     monkeypatch.setattr(kernel, "run", looked_at)
     mean, weight = torch.rand(700, dtype=torch.float64), torch.rand(700)
@@ -342,3 +348,66 @@ def spilled(cubin: bytes) -> bool:
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     stack, local = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", told).groups()  # type: ignore[union-attr]
     return (stack, local) != ("0", "0")
+
+
+_DRIVER = """
+#include <stdint.h>
+uint64_t seen[64];
+int calls, answer;
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned b,
+                   unsigned c, unsigned shared, void *stream, void **parameters, void **options)
+{
+    const uint64_t first[] = {(uintptr_t)function, x, y, z, threads, b, c, shared,
+                              (uintptr_t)stream, options != 0};
+    for (int i = 0; i < 10; i++)
+        seen[i] = first[i];
+    for (int i = 0; i < 4; i++)
+        seen[10 + i] = *(uint64_t *)parameters[i];
+    calls++;
+    return answer;
+}
+"""
+_LAUNCHES = """
+import ctypes, sys
+from multibn.kernels.core._core import prepare_launches, run_launches
+
+driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+seen, calls, answer = ((ctypes.c_uint64 * 64).in_dll(driver, "seen"),
+                      ctypes.c_int.in_dll(driver, "calls"), ctypes.c_int.in_dll(driver, "answer"))
+launches = prepare_launches((2**40, 3, 128, 64, (1, -1, 0, 2), (0, -(2**63), 0, 0)),
+                            (2**41, 5, 32, 0, (-1, -1, -1, -1), (1, 2, 3, 4)))
+only_first = prepare_launches((2**40, 3, 128, 64, (1, -1, 0, 2), (0, -(2**63), 0, 0)))
+run_launches(only_first, 77, 2**63, 11, None)
+assert list(seen[:14]) == [2**40, 3, 1, 1, 128, 1, 1, 64, 77, 0, 11, 2**63, 2**63, 0], list(seen)
+run_launches(launches, 78, 1, 2, 3)
+assert (calls.value, list(seen[8:14])) == (3, [78, 0, 1, 2, 3, 4])
+answer.value = 700
+for wrong in (lambda: run_launches(only_first, 77), lambda: run_launches(),
+              lambda: run_launches(3, 4),
+              lambda: prepare_launches((1, 1, 1, 1, (0,) * 41, (0,) * 41)),
+              lambda: prepare_launches((1, 1, 1, 1, (0,), ()))):
+    try:
+        wrong()
+    except Exception as raised:
+        print(type(raised).__name__, raised)
+"""
+
+
+def test_the_core_runs_prepared_launches(tmp_path: Path) -> None:
+    """A driver that records takes the place of CUDA's."""
+    require.need("core")
+    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
+    source.write_text(_DRIVER)
+    options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["cc", *options, "-o", str(library), str(source)], check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", _LAUNCHES, str(library)], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "RuntimeError cuLaunchKernel failed with CUDA's error 700",
+        "TypeError launches and a stream are missing",
+        "ValueError PyCapsule_GetPointer called with invalid PyCapsule object",
+        "ValueError a launch must have at most 40 parameters",
+        "ValueError a launch must have at most 40 parameters",
+    ]

@@ -3,7 +3,7 @@
 Python hands over arrays, `_locate.h` finds out where they lie, and a function takes them or says
 that it cannot; Python makes the results and looks after the life of all. `reference.py` says what
 each function computes; `_passes.h` has the passes, `_loops.h` their innermost loops, and `_steps.h`
-the steps between passes and messages. The core needs GCC or Clang (vector types) and uses CPython's
+the steps between passes and messages. `_launches.h` is for a GPU. The core needs GCC or Clang (vector types) and uses CPython's
 stable ABI: one build serves all versions of Python from 3.10 on.
 
 The build has -ffp-contract=off: each operation is rounded, so that equal moments leave a variance
@@ -27,6 +27,8 @@ of exactly 0, and the backward pass finds the sign of an output that the forward
 #include "_threads.h"
 
 #include "_arguments.h"
+
+#include "_launches.h"
 
 /* What moments are taken about, rounded: the mean, or at first the mean of each channel's first values, which is
 exact if these are equal. */
@@ -238,6 +240,8 @@ static PyMethodDef functions[] = {
     METHOD(begin_backward),
     METHOD(finish_backward),
     METHOD(normalize),
+    METHOD(prepare_launches),
+    METHOD(run_launches),
     {"use", py_use, METH_VARARGS, "Where the fields are in their tuples, the types of arrays, how to look at these."},
     {"use_level", py_use_level, METH_O, "Use these instructions, a place in `levels`, in all threads: for tests."},
     {NULL, NULL, 0, NULL},

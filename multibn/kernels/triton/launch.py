@@ -2,8 +2,10 @@
 
 import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,6 +42,31 @@ def require_launcher() -> None:
         raise ImportError("Triton cannot launch kernels") from error
 
 
+class Launched(NamedTuple):
+    """A launch that was made, and what Triton compiled for it; None in Triton's interpreter."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    compiled: Any
+
+    def named(self) -> dict[str, Any]:
+        """The arguments, by the kernel's names for them."""
+        return dict(zip(self.kernel.arg_names, self.arguments, strict=False))
+
+
+@contextmanager
+def collecting() -> Iterator[list[Launched]]:
+    """Collect the launches that are made inside."""
+    global _collected
+    outer, _collected = _collected, []
+    try:
+        yield _collected
+    finally:
+        _collected = outer
+
+
 def launch(
     kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], key: Any, known: Any
 ) -> None:
@@ -51,25 +78,29 @@ def launch(
     memory, the key is None, and Triton looks.
     """
     device = arguments[0].get_device()
-    if device != -1 and device != _current_device():  # -1: host memory, in Triton's interpreter
+    if device != -1 and device != current_device():  # -1: host memory, in Triton's interpreter
         with torch.cuda.device_of(arguments[0]):
             launch(kernel, programs, arguments, constants, key, known)
         return
     found = known.get((device, key))
-    if found is not None and not _knobs.launch_enter_hook.calls:
-        _, run, stream_of, function, metadata, values = found
+    if found is not None and not hooks.calls:
+        compiled, run, stream_of, function, metadata, values = found
         stream = stream_of(device)
-        # Neither metadata of the launch nor hooks, which profilers set.
+        # Neither metadata of the launch nor hooks.
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
-        return
-    compiled = kernel[programs,](*arguments, **constants)
-    if compiled is not None and key is not None:  # Triton's interpreter compiles nothing
-        values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        stream_of = triton.runtime.driver.active.get_current_stream
-        launcher = compiled.run, stream_of, compiled.function, compiled.packed_metadata
-        known[device, key] = compiled, *launcher, values
+    else:
+        compiled = kernel[programs,](*arguments, **constants)
+        if compiled is not None and key is not None:  # Triton's interpreter compiles nothing
+            values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+            stream_of = triton.runtime.driver.active.get_current_stream
+            launcher = compiled.run, stream_of, compiled.function, compiled.packed_metadata
+            known[device, key] = compiled, *launcher, values
+    if _collected is not None:
+        _collected.append(Launched(kernel, programs, arguments, constants, compiled))
 
 
 _INT64, _FLOAT64 = struct.Struct("=q"), struct.Struct("=d")
-_knobs = knobs.runtime
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+hooks: Any = knobs.runtime.launch_enter_hook  # profilers set some
+_collected: list[Launched] | None = None
+current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)

@@ -30,6 +30,7 @@ from multibn.engine.running import StepAccumulator, update_running
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference
 from multibn.kernels.layout import sizes_in_memory
+from multibn.kernels.spec import unpack
 from multibn.torch_backend._torch_private import (
     ACTIVE_DDP,
     MAKE_FX,
@@ -191,12 +192,10 @@ def dense(args: NormArgs) -> NormArgs:
 apply = super(torch.autograd.Function, SyncBatchNormFunction).apply
 
 
-def forward(plan: Any, args: NormArgs) -> tuple[Tensor, BatchStatistics]:
+def forward(plan: Any, args: NormArgs) -> tuple[Tensor, Any]:
     """Run a plan's forward pass, differentiably. Collective, as its backward pass."""
     call = plan, args
-    found: tuple[Tensor, BatchStatistics] = apply(
-        call, args.x, args.weight, args.bias, args.residual
-    )
+    found: tuple[Tensor, Any] = apply(call, args.x, args.weight, args.bias, args.residual)
     return found
 
 
@@ -223,7 +222,7 @@ def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> 
         args = g.input
         if args.relu and g.y is None:  # the output, bit for bit, and so its signs
             with torch.no_grad():
-                g = g._replace(y=kernels.select(args.x).normalize(args, g.batch))
+                g = g._replace(y=kernels.select(args.x).normalize(args, unpack(g.batch)))
         dy = reference.residual_gradient(g)
         if not any(needed[:3]):
             return [None, None, None, dy]

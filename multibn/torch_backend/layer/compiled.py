@@ -28,6 +28,7 @@ from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference, select
 from multibn.kernels.layout import channels
+from multibn.kernels.spec import PackedStatistics
 from multibn.torch_backend._torch_private import (
     IS_EXPORTING,
     EffectType,
@@ -160,7 +161,9 @@ def _spread(args: NormArgs) -> list[Any]:
 def _up_to_elements(x: Tensor) -> Any:
     """The kernels for `x`, but for the passes that write: coefficients take their place."""
     kernels = select(x)
+    prepared = getattr(kernels, "PreparedStep", None)
     return SimpleNamespace(
+        PreparedStep=prepared and partial(prepared, coefficients=True),
         begin_forward=kernels.begin_forward,
         finish_forward=partial(kernels.finish_forward, coefficients=True),
         normalize=partial(kernels.normalize, coefficients=True),
@@ -178,7 +181,7 @@ def _plan(
     if plan is None:
         if num_channels is not None:  # not in a backward pass
             functional.check(args, num_channels, sharing)
-        options: Any = {"weighting": weighting, "needs_gradient": needed}
+        options: Any = {"weighting": weighting, "needs_gradient": needed, "copied": True}
         plan = Plan(args, sharing, verbs=_up_to_elements(args.x), **options)
         if key[0] is not None and isinstance(sharing, LayerCommunicator):
             sharing.keep(key, plan)
@@ -212,9 +215,13 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
     with torch.no_grad(), autograd.without_autocast(args.x):
         plan = _plan(args, sharing, weighting, needed, num_channels)
         coefficients, batch = plan.forward(args)
+    if isinstance(batch, PackedStatistics):
+        numbers = batch.numbers
+    else:
+        numbers = torch.cat([v.reshape(-1) for v in batch])
     if recompute.in_recomputing():  # with a count of 0, running statistics do not move
-        batch = batch._replace(count=torch.zeros_like(batch.count))
-    return [coefficients, torch.cat([v.reshape(-1) for v in batch])]
+        numbers[-2] = 0.0
+    return [coefficients, numbers]
 
 
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:

@@ -22,6 +22,7 @@ from multibn.engine import masks, statistics
 from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference
+from multibn.kernels.spec import unpack
 from multibn.options import NormOptions
 from multibn.torch_backend._torch_private import (
     ACTIVE_DDP,
@@ -168,7 +169,8 @@ def forward(
     key = None if layer is None else autograd.guard(args, weighting)
     plan = None if layer is None else layer.plans.get(key)
     if plan is not None:
-        return autograd.forward(plan, args)
+        y, batch = autograd.forward(plan, args)
+        return y, unpack(batch)
     if dtensors.among((args.x, args.weight, args.bias)):
         if dtensors.among([args.x]):
             check_input(args.x, num_channels)  # not each rank's part, so that all ranks raise

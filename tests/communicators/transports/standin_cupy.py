@@ -59,6 +59,9 @@ def installed() -> Iterator[Any]:
     cupy.ndarray, cupy.float64 = ndarray, np.float64
     cupy.asarray = lambda a, dtype=None: ndarray(getattr(a, "_a", a))
     cupy.concat = lambda arrays: ndarray(np.concatenate([a._a for a in arrays]))
+    cupy.stack = lambda arrays: ndarray(np.stack([a._a for a in arrays]))
+    cupy.abs, cupy.max = lambda a: ndarray(np.abs(a._a)), lambda a: ndarray(np.max(a._a))
+    cupy.reshape = lambda a, shape: a.reshape(shape)
     cupy.ascontiguousarray = lambda a: ndarray(np.ascontiguousarray(a._a))
     cupy.from_dlpack = lambda x: ndarray(x.numpy())  # a tensor of torch's in host memory
     cupy.empty_like = lambda a: ndarray(np.empty_like(a._a))

@@ -1,0 +1,277 @@
+"""The launches of a layer's step, prepared once and run by one call of C on each side of a message.
+
+The verbs of `cuda` find out at each step what a step like it has found out before: whether the
+kernels fit, how work is divided, what Triton has compiled. That takes most of a step's time on the
+host. A `PreparedStep` collects the launches of a first step, and runs them again with the addresses
+of later ones. What may differ between the steps of one plan is a slot, or sends the step back to
+the verbs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multibn.kernels.spec import Gradient, NormArgs, PackedStatistics
+from multibn.kernels.triton.launch import (
+    Launched,
+    collecting,
+    current_device,
+    current_stream,
+    hooks,
+    number,
+)
+
+try:
+    from multibn.kernels.core._core import prepare_launches, run_launches
+except ImportError:  # the verbs then serve all steps
+    prepare_launches = None  # type: ignore[assignment]
+
+# The kernels' parameters that have a value of each step's own, in the order of their slots.
+_FORWARD = (
+    "x", "residual", "y", "partials", "coefficients", "numbers", "mean", "var", "total_count",
+    "element_weight", "weight", "bias", "running_mean", "running_var", "num_batches", "momentum",
+)  # fmt: skip
+_BACKWARD = (
+    "dy", "x", "y", "dx", "dresidual", "partials", "coefficients", "numbers", "mean", "var",
+    "element_weight", "weight", "bias", "dweight", "dbias",
+)  # fmt: skip
+# The launches before and after a message. Others, of thousands of channels, are not prepared.
+_MOMENTS, _SUMS = ("moments", "merge_moments"), ("backward_sums", "merge_sums")
+_TO_OUTPUT, _TO_COEFFICIENTS = ("finish_forward", "normalize"), ("finish_forward",)
+_GRADIENT, _GRADIENTS_COEFFICIENTS = ("input_gradient",), ("gradient_coefficients",)
+# A backward pass begins with it where the output of a ReLU, whose sign it finds, is gone.
+_SIGN = "coefficients_of"
+
+
+class _Pass(NamedTuple):
+    """The prepared launches of one pass, and the sizes of the memory that they share."""
+
+    before: Any  # the launches before the message
+    after: Any
+    facts: Any  # about the pass in which they were collected, beside what is in a plan's key
+    partials: int  # numbers
+    channels: int
+    dtype: torch.dtype  # of partial sums and coefficients
+    shape: tuple[int, ...]  # of a per-channel tensor
+    payload: int  # numbers of a message that has no head
+
+
+class PreparedStep:
+    """The step of one plan, for an input without a mask; with `coefficients`, see the verbs.
+
+    `forward` and `backward` return None where the verbs must take the pass; `preparing_forward` and
+    `preparing_backward` then collect the verbs' launches.
+    """
+
+    def __init__(self, *, coefficients: bool = False) -> None:
+        self._coefficients = coefficients
+        self._forward: _Pass | None = None
+        self._backward: _Pass | None = None
+
+    def forward(self, args: NormArgs, messages: Any) -> tuple[Tensor, PackedStatistics] | None:
+        """Do as the verbs of a forward pass, with the message between them."""
+        prepared = self._forward
+        if prepared is None or prepared.facts != _forward_facts(args):
+            return None
+        before, after, _, num_partials, C, dtype, shape, payload = prepared
+        x, weight, bias, residual, running = _parts(args)
+        new, message = x.new_empty, messages.new(x)
+        numbers = new(payload, dtype=torch.float64) if message is None else message.numbers
+        coefficients, y = new((5, C), dtype=dtype), None
+        partials, found = new(num_partials, dtype=dtype), new(2 * C + 2, dtype=torch.float64)
+        if not self._coefficients:
+            y = torch.empty_like(x)
+        mean = found.data_ptr()
+        values: tuple[int | None, ...] = (
+            x.data_ptr(), None if residual is None else residual.data_ptr(),
+            None if y is None else y.data_ptr(),
+            partials.data_ptr(), coefficients.data_ptr(), numbers.data_ptr(),
+            mean, mean + 8 * C, mean + 16 * C, mean + 16 * C + 8,
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+        )  # fmt: skip
+        if running is None:
+            values += None, None, None, None
+        else:
+            moved, counter = running[:2], running.num_batches
+            values += tuple(v.data_ptr() for v in moved)
+            values += None if counter is None else counter.data_ptr(), number(running.momentum)
+            _increment_version(moved if counter is None else (*moved, counter))
+        stream = current_stream(x.get_device())
+        run_launches(before, stream, numbers.shape[0], *values)
+        summed = messages.allreduce(numbers if message is None else message)
+        run_launches(after, stream, summed.data_ptr(), *values)
+        if y is None:
+            y = coefficients[:3].view(3, *shape)
+        return y, PackedStatistics(found, shape)
+
+    def backward(self, g: Gradient, messages: Any) -> tuple[Tensor | None, ...] | None:
+        """Do as the verbs of a backward pass, with the message between them."""
+        prepared, batch = self._backward, g.batch
+        if prepared is None:
+            return None
+        args, y = g.input, g.y
+        x, dy, weight, bias = args.x, g.dy, args.weight, args.bias
+        if dy.stride() != x.stride():
+            dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+            g = g._replace(dy=dy)
+        if prepared.facts != _backward_facts(g):
+            return None
+        before, after, _, num_partials, C, dtype, shape, payload = prepared
+        new, dx = x.new_empty, None if self._coefficients else torch.empty_like(x)
+        dresidual = None if y is None else torch.empty_like(x)
+        dweight = None if weight is None else torch.empty_like(weight)
+        dbias = None if bias is None else torch.empty_like(bias)
+        message = messages.new(x)
+        numbers = new(payload, dtype=torch.float64) if message is None else message.numbers
+        partials, coefficients = new(num_partials, dtype=dtype), new((5, C), dtype=dtype)
+        if type(batch) is PackedStatistics:
+            mean = batch.numbers.data_ptr()
+            statistics = mean, mean + 8 * C, mean + 16 * C + 8
+        else:
+            statistics = tuple(v.data_ptr() for v in (batch.mean, batch.var, batch.element_weight))
+        values = (
+            dy.data_ptr(), x.data_ptr(), None if y is None else y.data_ptr(),
+            None if dx is None else dx.data_ptr(),
+            None if dresidual is None else dresidual.data_ptr(),
+            partials.data_ptr(), coefficients.data_ptr(), numbers.data_ptr(), *statistics,
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if dweight is None else dweight.data_ptr(),
+            None if dbias is None else dbias.data_ptr(),
+        )  # fmt: skip
+        stream = current_stream(x.get_device())
+        run_launches(before, stream, numbers.shape[0], *values)
+        summed = messages.allreduce(numbers if message is None else message)
+        run_launches(after, stream, summed.data_ptr(), *values)
+        if dx is None:
+            dx = coefficients[:4].view(4, *shape)
+        return dx, dresidual, dweight, dbias
+
+    @contextmanager
+    def preparing_forward(self, args: NormArgs) -> Iterator[None]:
+        """Collect the launches of the verbs, which take the pass inside."""
+        facts = _forward_facts(args)
+        with collecting() as launched:
+            yield
+        if facts is not None and self._forward is None:
+            expected = (_MOMENTS, _TO_COEFFICIENTS if self._coefficients else _TO_OUTPUT)
+            self._forward = _prepare(launched, _FORWARD, expected, facts)
+
+    @contextmanager
+    def preparing_backward(self, g: Gradient) -> Iterator[None]:
+        """Collect the launches of the verbs, which take the pass inside."""
+        facts = _backward_facts(g)
+        with collecting() as launched:
+            yield
+        if facts is not None and self._backward is None:
+            expected = (_SUMS, _GRADIENTS_COEFFICIENTS if self._coefficients else _GRADIENT)
+            self._backward = _prepare(launched, _BACKWARD, expected, facts)
+
+
+def _parts(args: NormArgs) -> tuple[Any, ...]:
+    return args.x, args.weight, args.bias, args.residual, args.running
+
+
+def _forward_facts(args: NormArgs) -> Any:
+    """What a plan's key does not tell of an input; None where its launches cannot be prepared."""
+    x, weight, bias, residual, running = _parts(args)
+    place: int = x.data_ptr()
+    moved: tuple[Any, ...] = ()
+    if residual is not None:
+        if residual.stride() != x.stride():
+            return None
+        place |= residual.data_ptr()
+    if running is not None:
+        mean, var, momentum, convention, counter = running
+        if momentum is None or not (mean.is_contiguous() and var.is_contiguous()):
+            return None
+        is_fixed = mean.is_inference() or var.is_inference()
+        moved = convention, is_fixed, counter is None or (counter.dtype, counter.is_inference())
+    is_usual = (
+        place % 16 == 0
+        and x.get_device() == current_device()
+        and not hooks.calls
+        and (weight is None or weight.is_contiguous())
+        and (bias is None or bias.is_contiguous())
+    )
+    return moved if is_usual else None
+
+
+def _backward_facts(g: Gradient) -> Any:
+    """The same of a backward pass, whose gradient is laid out as the input."""
+    dy, y, args, batch = g.dy, g.y, g.input, g.batch
+    x, weight, bias = args.x, args.weight, args.bias
+    place = x.data_ptr() | dy.data_ptr() | (0 if y is None else y.data_ptr())
+    is_usual = (
+        place % 16 == 0
+        and dy.stride() == x.stride()
+        and (y is None or y.stride() == x.stride())
+        and x.get_device() == current_device()
+        and not hooks.calls
+        and (weight is None or weight.is_contiguous())
+        and (bias is None or bias.is_contiguous())
+    )
+    if type(batch) is not PackedStatistics:
+        is_usual = is_usual and all(
+            v.dtype is torch.float64 and v.is_contiguous() and v.device == x.device
+            for v in (batch.mean, batch.var, batch.element_weight)
+        )
+    return (type(dy), dy.dtype, None if y is None else y.dtype) if is_usual else None
+
+
+def _prepare(
+    launched: Sequence[Launched], names: Sequence[str], expected: Any, facts: Any
+) -> _Pass | None:
+    """Prepare the launches of a pass; None where they are not those that are expected."""
+    before, after = expected
+    if launched and launched[0].kernel.__name__ == _SIGN:
+        before = _SIGN, *before
+    if tuple(each.kernel.__name__ for each in launched) != before + after:
+        return None
+    merge = launched[len(before) - 1].named()
+    partials: Tensor = merge["partials"]
+    slots = {name: k for k, name in enumerate(names, 1)}
+    # The first slot: before the message its length, then the sum.
+    prepared = (
+        prepare(launched[: len(before)], slots | {"length": 0}),
+        prepare(launched[len(before) :], slots | {"summed": 0, "looked_at": 0}),
+    )
+    if None in prepared:
+        return None
+    shape = next(each for each in launched if "mean" in each.named()).named()["mean"].shape
+    return _Pass(
+        *prepared, facts, partials.numel(), merge["C"], partials.dtype, shape, merge["length"]
+    )
+
+
+def prepare(launched: Sequence[Launched], slots: dict[str, int]) -> Any:
+    """What the core runs; None where it cannot run these launches, or is missing."""
+    rows: list[tuple[Any, ...]] = []
+    if prepare_launches is None:
+        return None
+    for each in launched:
+        if each.compiled is None or each.compiled.metadata.target.backend != "cuda":
+            return None
+        metadata, given = each.compiled.metadata, []
+        for name, v in each.named().items():
+            if name not in slots and isinstance(v, Tensor):
+                return None
+            if v is not None:  # Triton leaves these out
+                given.append((slots.get(name, -1), 0 if name in slots else v))
+        # Parameters of Triton's own come last: addresses of memory that these kernels do not use.
+        for hidden in ("global_scratch_size", "profile_scratch_size"):
+            if getattr(metadata, hidden, None):
+                return None
+            if hasattr(metadata, hidden):
+                given.append((-1, 0))
+        threads = 32 * metadata.num_warps
+        function = each.compiled.function, each.programs, threads, metadata.shared
+        rows.append((*function, *zip(*given, strict=True)))
+    return prepare_launches(*rows)
+
+
+_increment_version = torch._C._increment_version
