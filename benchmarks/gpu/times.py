@@ -198,7 +198,7 @@ def captured_network() -> Iterator[Row]:
 
 def compiled_network() -> Iterator[Row]:
     """The same step of compiled networks; the peer's runs as it is."""
-    for mode in ("default", "reduce-overhead"):
+    for mode in ("reduce-overhead", "default"):
         torch.compiler.reset()
         options: Any = sized({"mode": mode}, {"backend": "eager"})
         yield _network(f"{NETWORK}, torch.compile, {mode}", partial(torch.compile, **options))

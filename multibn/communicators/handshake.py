@@ -160,8 +160,11 @@ class _Copy(NamedTuple):
             if largest < wire.LARGEST_SUM and heads == expected:
                 return
         for each, numbers in zip(self.messages, self.numbers, strict=True):
-            phase = each.phase()
             summed = numbers() if self.wait is None else to_host(numbers)
+            is_usual = summed[: wire.HEAD].tolist() == each.expected
+            if is_usual and np.abs(summed).max() < wire.LARGEST_SUM:
+                continue
+            phase = each.phase()
             if phase is not None:
                 phase.check(summed, each.call)
 

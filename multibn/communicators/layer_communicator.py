@@ -210,6 +210,9 @@ class LayerPhase(Forwarding):
         self._channel: Channel | None = (
             group.channel if isinstance(group, ChannelCommunicator) else None
         )
+        # A message's memory is nobody else's.
+        is_ours = isinstance(group, ChannelCommunicator)
+        self._reduce = group.allreduce_in_place if is_ours else group.allreduce
         self._size = int(group.size)
         # A user's own class may do anything, and is called.
         is_ours = self._channel is not None or type(group) is SingleProcess
@@ -261,9 +264,7 @@ class LayerPhase(Forwarding):
         """
         self._calls += 1
         if type(x) is Message:
-            is_ours = self._channel is not None
-            reduce = self._group.allreduce_in_place if is_ours else self._group.allreduce
-            return self._on_device(x.numbers, reduce, copied)
+            return self._on_device(x.numbers, self._reduce, copied)
         if x is not self._payload:
             return self._allreduce_other(x, copied)
         self._head[:] = self._sent_head
@@ -355,13 +356,12 @@ class LayerPhase(Forwarding):
 
     def _on_device(self, numbers: Array, reduce: Callable[[Array], Array], copied: bool) -> Array:
         """Sum a message on a GPU; the payload of the sum. The host looks at it later."""
-        captured = is_captured(numbers)
-        if not captured:
-            self._known.look_if_due(COPIED if copied else None)
+        if is_captured(numbers):
+            return reduce(numbers)[wire.HEAD : wire.HEAD + self._num_numbers]
+        self._known.look_if_due(COPIED if copied else None)
         summed = reduce(numbers)
-        if not captured:
-            kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
-            self._known.keep(Summed(self._self, self._calls, summed, self._expected, kind))
+        kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
+        self._known.keep(Summed(self._self, self._calls, summed, self._expected, kind))
         return summed[wire.HEAD : wire.HEAD + self._num_numbers]
 
     def check(self, summed: HostArray, number: int) -> None:

@@ -49,9 +49,9 @@ def raise_if_nonfinite(
     marks = wire.marks(summed)
     if wire.is_refusal(summed):
         raise_for_refusal(communicator, name, marks)
-    where = senders(marks, communicator.size)
     if not marks:
         return
+    where = senders(marks, communicator.size)
     if not skips(communicator, dtype):
         log_and_raise(
             FloatingPointError,

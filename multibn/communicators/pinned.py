@@ -72,7 +72,9 @@ def begin_copy(x: Array, unused: dict[Any, list[Any]]) -> Callable[[], HostArray
             pinned = memory, memory.numpy(), torch.Event(x.device)
         memory, copy, event = pinned
         memory.copy_(x, non_blocking=True)
-        event.record(torch.cuda.current_stream(x.device))
+        # torch.cuda.current_stream takes longer than the copy.
+        is_current = x.get_device() == torch.cuda.current_device()
+        event.record(None if is_current else torch.cuda.current_stream(x.device))
     elif is_cupy_array(x):
         import cupy
         import cupyx

@@ -376,7 +376,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             self.gpu = device.index
 
         def record(self, stream: Any) -> None:
-            assert stream == f"the stream of GPU {self.gpu}"
+            assert stream == (None if self.gpu == 0 else f"the stream of GPU {self.gpu}")
 
         def synchronize(self) -> None:
             pass

@@ -174,7 +174,7 @@ def test_bits_where_a_wider_layer_joins(runs: list[str], monkeypatch: pytest.Mon
 
 
 def _misaligned(layer: Any) -> dict[str, Any]:
-    return {"of": lambda *shape: torch.randn(math.prod(shape) + 1)[1:].reshape(shape).to(DEVICE)}
+    return {"of": lambda *shape: torch.randn(math.prod(shape) + 1).to(DEVICE)[1:].reshape(shape)}
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {

@@ -80,15 +80,14 @@ class PreparedStep:
         x, weight, bias, residual, running = _parts(args)
         new, message = x.new_empty, messages.new(x)
         numbers = new(payload, dtype=torch.float64) if message is None else message.numbers
-        coefficients, y = new((5, C), dtype=dtype), None
-        partials, found = new(num_partials, dtype=dtype), new(2 * C + 2, dtype=torch.float64)
-        if not self._coefficients:
-            y = torch.empty_like(x)
-        mean = found.data_ptr()
+        scratch, found = new(5 * C + num_partials, dtype=dtype), new(2 * C + 2, dtype=torch.float64)
+        # What is returned keeps no partial sums alive.
+        y = new((5, *shape), dtype=dtype) if self._coefficients else torch.empty_like(x)
+        coefficients, mean = scratch.data_ptr(), found.data_ptr()
         values: tuple[int | None, ...] = (
-            x.data_ptr(), None if residual is None else residual.data_ptr(),
-            None if y is None else y.data_ptr(),
-            partials.data_ptr(), coefficients.data_ptr(), numbers.data_ptr(),
+            x.data_ptr(), None if residual is None else residual.data_ptr(), y.data_ptr(),
+            coefficients + 5 * C * dtype.itemsize,
+            y.data_ptr() if self._coefficients else coefficients, numbers.data_ptr(),
             mean, mean + 8 * C, mean + 16 * C, mean + 16 * C + 8,
             None if weight is None else weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -104,9 +103,7 @@ class PreparedStep:
         run_launches(before, stream, numbers.shape[0], *values)
         summed = messages.allreduce(numbers if message is None else message)
         run_launches(after, stream, summed.data_ptr(), *values)
-        if y is None:
-            y = coefficients[:3].view(3, *shape)
-        return y, PackedStatistics(found, shape)
+        return y[:3] if self._coefficients else y, PackedStatistics(found, shape)
 
     def backward(self, g: Gradient, messages: Any) -> tuple[Tensor | None, ...] | None:
         """Do as the verbs of a backward pass, with the message between them."""
@@ -121,23 +118,25 @@ class PreparedStep:
         if prepared.facts != _backward_facts(g):
             return None
         before, after, _, num_partials, C, dtype, shape, payload = prepared
-        new, dx = x.new_empty, None if self._coefficients else torch.empty_like(x)
+        new = x.new_empty
+        dx = new((5, *shape), dtype=dtype) if self._coefficients else torch.empty_like(x)
         dresidual = None if y is None else torch.empty_like(x)
         dweight = None if weight is None else torch.empty_like(weight)
         dbias = None if bias is None else torch.empty_like(bias)
         message = messages.new(x)
         numbers = new(payload, dtype=torch.float64) if message is None else message.numbers
-        partials, coefficients = new(num_partials, dtype=dtype), new((5, C), dtype=dtype)
+        scratch = new(5 * C + num_partials, dtype=dtype)
+        coefficients = scratch.data_ptr()
         if type(batch) is PackedStatistics:
             mean = batch.numbers.data_ptr()
             statistics = mean, mean + 8 * C, mean + 16 * C + 8
         else:
             statistics = tuple(v.data_ptr() for v in (batch.mean, batch.var, batch.element_weight))
         values = (
-            dy.data_ptr(), x.data_ptr(), None if y is None else y.data_ptr(),
-            None if dx is None else dx.data_ptr(),
+            dy.data_ptr(), x.data_ptr(), None if y is None else y.data_ptr(), dx.data_ptr(),
             None if dresidual is None else dresidual.data_ptr(),
-            partials.data_ptr(), coefficients.data_ptr(), numbers.data_ptr(), *statistics,
+            coefficients + 5 * C * dtype.itemsize,
+            dx.data_ptr() if self._coefficients else coefficients, numbers.data_ptr(), *statistics,
             None if weight is None else weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
             None if dweight is None else dweight.data_ptr(),
@@ -147,9 +146,7 @@ class PreparedStep:
         run_launches(before, stream, numbers.shape[0], *values)
         summed = messages.allreduce(numbers if message is None else message)
         run_launches(after, stream, summed.data_ptr(), *values)
-        if dx is None:
-            dx = coefficients[:4].view(4, *shape)
-        return dx, dresidual, dweight, dbias
+        return dx[:4] if self._coefficients else dx, dresidual, dweight, dbias
 
     @contextmanager
     def preparing_forward(self, args: NormArgs) -> Iterator[None]:

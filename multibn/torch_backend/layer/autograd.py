@@ -120,12 +120,28 @@ def is_transformed() -> bool:
     return transforms_are_active() or getattr(forward_ad, TANGENT_LEVEL, -1) >= 0
 
 
+class _AutocastOff:
+    """A context in which autocast, which is on for a kind of device, is off.
+
+    torch.autocast takes longer than a layer's kernels.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self._kind, False)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_autocast_enabled(self._kind, True)
+
+
 def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
     """A context in which operations on tensors like `x` keep their dtypes."""
     if is_any_autocast_enabled():
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
-            return torch.autocast(kind, enabled=False)
+            return _AutocastOff(kind)
     return _NOTHING
 
 
