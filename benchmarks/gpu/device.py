@@ -54,11 +54,13 @@ class Equal(ChannelCommunicator):
         return summed
 
     def allreduce_in_place(self, x: Any, /) -> Any:
-        if not x.is_cuda or not isinstance(self._over, ChannelCommunicator):
-            return self.allreduce(x)
-        summed = self._over.allreduce_in_place(x)
-        summed *= 2
-        return summed
+        if isinstance(self._over, ChannelCommunicator):
+            # Real ranks ask `takes` once, and not for each message.
+            if not (x.is_cuda or self._over.takes(x)):
+                return self.allreduce(x)
+            x = self._over.allreduce_in_place(x)
+        x *= 2
+        return x
 
     def split(self, color: int, key: int = 0) -> "Equal":
         return self
