@@ -186,10 +186,10 @@ def test_goals_are_of_what_was_measured() -> None:
 
 def test_the_page_has_the_times_that_are_committed() -> None:
     every = json.loads((launch.ROOT / "benchmarks/results/h200.json").read_text())
-    results, networks = every["fast"], every["networks"]
+    results = every["fast"]
     page = " ".join((launch.ROOT / "docs/gpus.md").read_text().split())
     layers: dict[str, list[float]] = {}
-    host, added, eager = [], [], {}
+    hosts, added, eager = [], [], {}
     for row in command._times(results):
         setting, of_peer = (*row["shape"], row["dtype"], row["layout"]), command._ratio(row)
         if row["time"].startswith("a layer's"):
@@ -197,18 +197,23 @@ def test_the_page_has_the_times_that_are_committed() -> None:
             eager[setting] = row["microseconds"]["multibn"]
         elif row["time"].startswith("a compiled"):
             added.append(row["microseconds"]["multibn"] - eager[setting])
-        elif row["time"] == command.NETWORK:
-            another = [f"{us / 1e3:.1f}" for us in row["microseconds"].values()]
-    for row in command._times(networks):
-        if row["time"].startswith("host"):
-            host.append(command._ratio(row))
+    networks = {row["time"]: row for name in ("networks", "prepared")
+                for row in command._times(every[name])}  # fmt: skip
+    for name, row in networks.items():
+        if name.startswith("host"):
             continue
         ours, peer, local = (f"{us / 1e3:.1f}" for us in row["microseconds"].values())
-        peer = "not compiled" if "compile" in row["time"] else peer
+        peer = "not compiled" if "compile" in name else peer
         assert f"| {ours} | {peer} | {local} |" in page
+    hosts = [row for row in command._times(every["prepared"]) if row["time"].startswith("host")]
+    of_peer, of_local = ([command._ratio(row, name) for row in hosts]
+                         for name in (command.PEER, command.LOCAL))  # fmt: skip
+    assert f"host {min(of_peer):.2f} to {max(of_peer):.2f} of the time" in page
+    assert f"{min(of_local):.1f} to {max(of_local):.1f} times that of a local batch norm" in page
+    (first,) = (row for row in command._times(every["networks"]) if row["time"] == command.NETWORK)
+    before = [f"{us / 1e3:.1f}" for us in first["microseconds"].values()]
+    assert "the first row was {}, {} and {}".format(*before) in page
     for shape, (nchw, last, nchw16, last16) in layers.items():
         ratios = (f"{ratio:.2f}" for ratio in (nchw, nchw16, last, last16))
         assert f"| {shape} | {' | '.join(ratios)} |" in page
-    assert f"takes {min(host):.2f} to {max(host):.2f} times as long" in page
     assert f"takes {min(added):.0f} to {max(added):.0f} us more" in page
-    assert "an H200 took {}, {} and {} ms".format(*another) in page

@@ -112,7 +112,7 @@ def test_three_processes_need_the_weights_of_join(weighted: bool, tmp_path: Path
 
 
 def test_numbers_are_those_of_the_records() -> None:
-    speed = json.loads((launch.ROOT / "benchmarks/results/h200.json").read_text())["networks"]
+    speed = json.loads((launch.ROOT / "benchmarks/results/h200.json").read_text())["prepared"]
     (network,) = (part for part in speed["parts"] if part["part"] == "network")
     times = network["rows"][0]["microseconds"]
     ours, torchs = (f"{times[name] / 1e3:.0f} ms" for name in ("multibn", "nn.SyncBatchNorm"))
