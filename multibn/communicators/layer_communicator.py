@@ -112,6 +112,8 @@ class LayerCommunicator(Forwarding):
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         self.plans[key] = plan
+        if self.built is not None:  # a function has a plan for one call
+            plan.prepare_launches()
 
     def during(
         self,

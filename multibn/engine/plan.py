@@ -82,10 +82,14 @@ class Plan:
         self.facts: Any = {"needs_gradient": needs_gradient, "finetune": finetune}
         self._forward: _Messages | None = None
         self._backward: _Messages | None = None
-        # On a GPU, launches that are prepared in a first step, for the usual kind of step.
-        is_usual = args.mask is None and type(args.running) is not StepAccumulator and count > 1
+        self._is_usual = args.mask is None and type(args.running) is not StepAccumulator
+        self._prepared: Any = None
+
+    def prepare_launches(self) -> None:
+        """Let later steps run the launches of a next one, on a GPU: the plan is kept for them."""
         prepare = getattr(self._verbs, "PreparedStep", None)
-        self._prepared: Any = prepare() if prepare is not None and is_usual else None
+        if prepare is not None and self._is_usual and self._count > 1:
+            self._prepared = prepare()
 
     def forward(self, args: NormArgs, /) -> tuple[Any, Any]:
         """Normalize an input by the batch that all ranks hold together.

@@ -6,6 +6,7 @@ the kernels with the addresses that the core would give them.
 
 import ctypes
 import math
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 from multibn import SingleProcess, kernels
+from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import plan, recompute
 from multibn.kernels import cuda, reference
 from multibn.kernels.triton import launch, prepared
-from multibn.torch_backend import SyncBatchNorm
+from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
@@ -231,7 +233,7 @@ def test_what_may_change_between_steps_is_seen(
 def test_bits_of_the_operators_of_compiled_code(
     affine: bool, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    communicator = LayerCommunicator(Twice(), lambda: "bn")
+    communicator = LayerCommunicator(Twice(), lambda: "bn", built=LayerId())
     compiled.register(communicator)
     monkeypatch.setattr(compiled, "select", lambda x: cuda)
 
@@ -250,6 +252,31 @@ def test_bits_of_the_operators_of_compiled_code(
 
     _, count = _steps(monkeypatch, work, runs)
     assert count == 2 * 4
+
+
+def test_a_thread_collects_its_own_launches_only() -> None:
+    """Two models may train in threads of one process."""
+    with launch.collecting() as ours:
+        other = threading.Thread(
+            target=lambda: cuda.coefficients_of(
+                wide(3), wide(3) ** 2, None, None, 1e-5, torch.float32
+            )
+        )
+        other.start()
+        other.join()
+        assert ours == []
+        cuda.coefficients_of(wide(3), wide(3) ** 2, None, None, 1e-5, torch.float32)
+        assert [each.kernel.__name__ for each in ours] == ["coefficients_of"]
+
+
+def test_a_function_prepares_nothing(runs: list[str]) -> None:
+    """Its plan is for one call."""
+    for _ in range(3):
+        x = torch.randn(*IMAGES).to(DEVICE).requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prepared, "collecting", None)
+            sync_batch_norm(x, process_group=Twice())[0].sum().backward()
+    assert runs == []
 
 
 def test_second_derivatives_are_the_verbs(runs: list[str]) -> None:

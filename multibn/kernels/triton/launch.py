@@ -1,6 +1,7 @@
 """Launches of Triton kernels, in a few microseconds."""
 
 import struct
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,15 +57,18 @@ class Launched(NamedTuple):
         return dict(zip(self.kernel.arg_names, self.arguments, strict=False))
 
 
+class _Thread(threading.local):
+    launched: list[Launched] | None = None
+
+
 @contextmanager
 def collecting() -> Iterator[list[Launched]]:
-    """Collect the launches that are made inside."""
-    global _collected
-    outer, _collected = _collected, []
+    """Collect the launches that this thread makes inside."""
+    outer, _thread.launched = _thread.launched, []
     try:
-        yield _collected
+        yield _thread.launched
     finally:
-        _collected = outer
+        _thread.launched = outer
 
 
 def launch(
@@ -95,12 +99,12 @@ def launch(
             stream_of = triton.runtime.driver.active.get_current_stream
             launcher = compiled.run, stream_of, compiled.function, compiled.packed_metadata
             known[device, key] = compiled, *launcher, values
-    if _collected is not None:
-        _collected.append(Launched(kernel, programs, arguments, constants, compiled))
+    if _thread.launched is not None:
+        _thread.launched.append(Launched(kernel, programs, arguments, constants, compiled))
 
 
 _INT64, _FLOAT64 = struct.Struct("=q"), struct.Struct("=d")
 hooks: Any = knobs.runtime.launch_enter_hook  # profilers set some
-_collected: list[Launched] | None = None
+_thread = _Thread()
 current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
