@@ -247,6 +247,17 @@ def agree(
     return False, 0.0
 
 
+def confirm_place(communicator: Any, place: str) -> None:
+    """Raise on all ranks unless all are in this place, before a message that is no layer's.
+
+    A channel tells in the message itself. To a user's own class arrays go as they are, and would be
+    added to a layer's: collective there, one allreduce.
+    """
+    bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
+    if not isinstance(bare, ChannelCommunicator):
+        agree(bare, place)
+
+
 def _compare(
     layer: Any,
     communicator: Any,

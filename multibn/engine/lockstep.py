@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multibn.communicators import Communicator
+from multibn.communicators.handshake import confirm_place
 
 #: `Step.batch` on a rank that has no batch left.
 END: Any = object()
@@ -104,6 +105,7 @@ class Lockstep(Iterator[Step]):
         message = np.zeros(size + 1)
         message[rank] = state if error is None else _State.FAILED
         message[-1] = amount
+        confirm_place(self._communicator, f"a step of {self._source}")
         summed = self._communicator.allreduce(message)
         states, total = summed[:-1], int(summed[-1])
         occupied, gone = states == _State.BATCH, np.flatnonzero(states == _State.GONE)

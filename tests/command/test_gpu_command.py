@@ -189,7 +189,7 @@ def test_the_page_has_the_times_that_are_committed() -> None:
     results = every["fast"]
     page = " ".join((launch.ROOT / "docs/gpus.md").read_text().split())
     layers: dict[str, list[float]] = {}
-    hosts, added, eager = [], [], {}
+    added, eager = [], {}
     for row in command._times(results):
         setting, of_peer = (*row["shape"], row["dtype"], row["layout"]), command._ratio(row)
         if row["time"].startswith("a layer's"):
@@ -206,10 +206,10 @@ def test_the_page_has_the_times_that_are_committed() -> None:
         peer = "not compiled" if "compile" in name else peer
         assert f"| {ours} | {peer} | {local} |" in page
     hosts = [row for row in command._times(every["prepared"]) if row["time"].startswith("host")]
-    of_peer, of_local = ([command._ratio(row, name) for row in hosts]
+    by_peer, by_local = ([command._ratio(row, name) for row in hosts]
                          for name in (command.PEER, command.LOCAL))  # fmt: skip
-    assert f"host {min(of_peer):.2f} to {max(of_peer):.2f} of the time" in page
-    assert f"{min(of_local):.1f} to {max(of_local):.1f} times that of a local batch norm" in page
+    assert f"host {min(by_peer):.2f} to {max(by_peer):.2f} of the time" in page
+    assert f"{min(by_local):.1f} to {max(by_local):.1f} times that of a local batch norm" in page
     (first,) = (row for row in command._times(every["networks"]) if row["time"] == command.NETWORK)
     before = [f"{us / 1e3:.1f}" for us in first["microseconds"].values()]
     assert "the first row was {}, {} and {}".format(*before) in page

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from multibn.communicators import Communicator, CommunicatorLike
+from multibn.communicators.handshake import confirm_place
 from multibn.engine.lockstep import END, Lockstep
 from multibn.torch_backend.train.synchrony import participants
 
@@ -101,6 +102,7 @@ class Joined:
                 'already. Pass reduction="none" to the loss function.'
             )
         count = 0 if self.absent else losses.numel()
+        confirm_place(self.communicator, "the mean of join's losses")
         total = self.communicator.allreduce(np.array([count], dtype=np.float64))
         factor = 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
         return losses.sum() * factor

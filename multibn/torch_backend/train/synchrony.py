@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.communicators.handshake import agree
+from multibn.communicators.handshake import agree, confirm_place
 from multibn.engine.consistency import check_equal, largest_group
 from multibn.engine.running import pool_running
 from multibn.kernels.reference import as_wide
@@ -127,6 +127,7 @@ def sync_running_stats(
     if not means:
         return
     communicator = participants(model, process_group)
+    confirm_place(communicator, "sync_running_stats")
 
     def flat(buffers: Sequence[Tensor]) -> Tensor:
         return flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])

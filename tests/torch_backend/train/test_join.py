@@ -1,6 +1,7 @@
 """Loops in step, over ranks as threads, and what stands in for a missing batch."""
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch.nn.utils.rnn import pack_sequence
 from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.engine.lockstep import END, Lockstep
-from multibn.torch_backend import join
+from multibn.torch_backend import SyncBatchNorm, join, sync_running_stats, update_bn_stats
 from multibn.torch_backend.train.join import Joined
-from tests.helpers.ranks import CountingCommunicator, run_ranks
+from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 
 NEEDS = "torch"
 
@@ -136,3 +137,41 @@ def test_losses_that_are_reduced_already_are_refused() -> None:
             with pytest.raises(ValueError, match=r'got shape \(\).*Pass reduction="none"'):
                 joined.mean(torch.tensor(1.0))
             np.testing.assert_allclose(joined.mean(torch.tensor([1.0, 2.0])), 1.5)
+
+
+def _in_join(model: nn.Module, world: ThreadCommunicator) -> None:
+    with join(model, process_group=world) as joined:
+        for _ in joined([torch.ones(2, 3)]):
+            pass
+
+
+def _in_mean(model: nn.Module, world: ThreadCommunicator) -> None:
+    with join(model, process_group=world) as joined:
+        joined.mean(torch.ones(2))
+
+
+PLACES: dict[str, Callable[[nn.Module, ThreadCommunicator], object]] = {
+    "a step of ": _in_join,
+    "the mean of join's losses": _in_mean,
+    "sync_running_stats": lambda model, world: sync_running_stats(model, process_group=world),
+    "a step of  ": lambda model, world: update_bn_stats(
+        model, [torch.ones(2, 3)], process_group=world
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_over_a_users_class_no_array_is_added_to_a_layers_message(place: str) -> None:
+    """All ranks are told, whatever the lengths of the two messages."""
+
+    def work(world: ThreadCommunicator) -> str:
+        model = SyncBatchNorm(3, process_group=world)
+        model(torch.ones(2, 3) + world.rank)
+        go_on = PLACES[place] if world.rank == 0 else lambda model, world: model(torch.ones(2, 3))
+        with pytest.raises(RuntimeError, match="the ranks are in different places") as error:
+            go_on(model, world)
+        return str(error.value)
+
+    for text in run_ranks(2, work):
+        assert place.strip() in text
+        assert "rank(s) [1] in " in text
