@@ -254,6 +254,17 @@ def test_bits_of_the_operators_of_compiled_code(
     assert count == 2 * 4
 
 
+def test_after_a_change_the_launches_are_prepared_anew(runs: list[str]) -> None:
+    layer = SyncBatchNorm(8, process_group=Twice()).to(DEVICE)
+    _train(layer)
+    layer.running_var_convention = "biased"
+    runs.clear()
+    _train(layer, steps=1)
+    assert len(runs) == 2  # the backward pass has not changed
+    _train(layer, steps=1)
+    assert len(runs) == 2 + 4
+
+
 def test_a_thread_collects_its_own_launches_only() -> None:
     """Two models may train in threads of one process."""
     with launch.collecting() as ours:

@@ -154,7 +154,7 @@ class PreparedStep:
         facts = _forward_facts(args)
         with collecting() as launched:
             yield
-        if facts is not None and self._forward is None:
+        if facts is not None:
             expected = (_MOMENTS, _TO_COEFFICIENTS if self._coefficients else _TO_OUTPUT)
             self._forward = _prepare(launched, _FORWARD, expected, facts)
 
@@ -164,7 +164,7 @@ class PreparedStep:
         facts = _backward_facts(g)
         with collecting() as launched:
             yield
-        if facts is not None and self._backward is None:
+        if facts is not None:
             expected = (_SUMS, _GRADIENTS_COEFFICIENTS if self._coefficients else _GRADIENT)
             self._backward = _prepare(launched, _BACKWARD, expected, facts)
 
@@ -188,36 +188,33 @@ def _forward_facts(args: NormArgs) -> Any:
             return None
         is_fixed = mean.is_inference() or var.is_inference()
         moved = convention, is_fixed, counter is None or (counter.dtype, counter.is_inference())
-    is_usual = (
-        place % 16 == 0
-        and x.get_device() == current_device()
-        and not hooks.calls
-        and (weight is None or weight.is_contiguous())
-        and (bias is None or bias.is_contiguous())
-    )
-    return moved if is_usual else None
+    return moved if _is_usual(place, x, weight, bias) else None
 
 
 def _backward_facts(g: Gradient) -> Any:
     """The same of a backward pass, whose gradient is laid out as the input."""
     dy, y, args, batch = g.dy, g.y, g.input, g.batch
-    x, weight, bias = args.x, args.weight, args.bias
+    x, strides = args.x, args.x.stride()
+    if dy.stride() != strides or (y is not None and y.stride() != strides):
+        return None
+    if type(batch) is not PackedStatistics:
+        for v in (batch.mean, batch.var, batch.element_weight):
+            if v.dtype is not torch.float64 or v.device != x.device or not v.is_contiguous():
+                return None
     place = x.data_ptr() | dy.data_ptr() | (0 if y is None else y.data_ptr())
-    is_usual = (
+    is_usual = _is_usual(place, x, args.weight, args.bias)
+    return (type(dy), dy.dtype, None if y is None else y.dtype) if is_usual else None
+
+
+def _is_usual(place: int, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether all activations begin at multiples of 16 bytes, and so on."""
+    return (
         place % 16 == 0
-        and dy.stride() == x.stride()
-        and (y is None or y.stride() == x.stride())
         and x.get_device() == current_device()
         and not hooks.calls
         and (weight is None or weight.is_contiguous())
         and (bias is None or bias.is_contiguous())
     )
-    if type(batch) is not PackedStatistics:
-        is_usual = is_usual and all(
-            v.dtype is torch.float64 and v.is_contiguous() and v.device == x.device
-            for v in (batch.mean, batch.var, batch.element_weight)
-        )
-    return (type(dy), dy.dtype, None if y is None else y.dtype) if is_usual else None
 
 
 def _prepare(
