@@ -3,8 +3,8 @@
 Python hands over arrays, `_locate.h` finds out where they lie, and a function takes them or says
 that it cannot; Python makes the results and looks after the life of all. `reference.py` says what
 each function computes; `_passes.h` has the passes, `_loops.h` their innermost loops, and `_steps.h`
-the steps between passes and messages. `_launches.h` is for a GPU. The core needs GCC or Clang (vector types) and uses CPython's
-stable ABI: one build serves all versions of Python from 3.10 on.
+the steps between passes and messages; `_launches.h` runs a GPU's launches. The core needs GCC or Clang (vector types)
+and uses CPython's stable ABI: one build serves all versions of Python from 3.10 on.
 
 The build has -ffp-contract=off: each operation is rounded, so that equal moments leave a variance
 of exactly 0, and the backward pass finds the sign of an output that the forward pass has found. */
