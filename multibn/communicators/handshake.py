@@ -5,15 +5,13 @@ is, and the versions of this package.
 """
 
 import gc
-from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from multibn import _version, wire
-from multibn._arrays import array_namespace, on_device_of, to_host
 from multibn.communicators.channel import (
     Channel,
     ChannelCommunicator,
@@ -22,7 +20,7 @@ from multibn.communicators.channel import (
 )
 from multibn.communicators.communicator import Forwarding, gather
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
-from multibn.communicators.pinned import begin_copy, on_stream
+from multibn.communicators.unread import Unread
 
 
 class LayerId:
@@ -69,109 +67,8 @@ class GroupState:
         # Of what is no layer, but a function: by what was compared, under which name it goes on.
         self.names: dict[Any, str] = {}
         self.longest = 0  # of the messages that were agreed on
-        # Messages that GPUs have summed; and those before them, whose copies are under way.
-        self._unread: list[Summed] = []
-        self._arriving: list[_Copy] = []
-        self._pinned: dict[Any, list[Any]] = {}
-        # At how many messages the host looks together: about half a step's, so that it waits for
-        # none, and not fewer than 4, for a layer called several times in a row.
-        self.together = 4
+        self.unread = Unread()  # messages that GPUs have summed
         self.count = 0  # of first messages
-
-    def keep(self, message: "Summed") -> None:
-        """Keep a message that a GPU has summed, at which the host looks about a step later."""
-        if message.kind is COPIED:
-            message = message._replace(numbers=begin_copy(message.numbers, self._pinned))
-        self._unread.append(message)
-
-    def look_if_due(self, kind: object = None) -> None:
-        """Look at messages of long ago, before one of this kind. Raises on all ranks if it raises.
-
-        A group's messages have one order on all ranks, which raise at the same moment.
-        """
-        if len(self._unread) >= self.together:
-            self._send(kind)
-
-    def look(self) -> None:
-        """Look at all messages that GPUs have summed."""
-        self._send()
-        self._receive()
-
-    def _send(self, kind: object = None) -> None:
-        """Begin the copies of messages that nobody has read, after a look at those before."""
-        self._receive()
-        groups: dict[Any, list[Summed]] = {}
-        for each in self._unread:
-            groups.setdefault(each.kind, []).append(each)
-        self._unread = []
-        for of_kind, sent in groups.items():
-            if of_kind is COPIED:
-                self._arriving.append(_Copy(sent, [each.numbers for each in sent]))
-                continue
-            numbers = sent[0].numbers
-            with on_device_of(numbers), on_stream(of_kind[2], numbers):
-                if kind is COPIED:
-                    waits = [begin_copy(each.numbers, self._pinned) for each in sent]
-                    self._arriving.append(_Copy(sent, waits))
-                    continue
-                xp = array_namespace(numbers)
-                every = xp.stack([each.numbers for each in sent])
-                largest = xp.reshape(xp.max(xp.abs(every)), (1,))
-                told = xp.concat([xp.reshape(every[:, : wire.HEAD], (-1,)), largest])
-                self._arriving.append(_Copy(sent, every, begin_copy(told, self._pinned)))
-
-    def _receive(self) -> None:
-        """Look at the messages whose copies are under way; at each if anything is unusual."""
-        copies, self._arriving = self._arriving, []
-        try:
-            for copy in copies:
-                copy.look()
-        except Exception:
-            self._unread.clear()  # what follows an error says nothing new
-            raise
-
-
-class Summed(NamedTuple):
-    """A message that a GPU has summed."""
-
-    phase: Callable[[], Any]  # weak: the group's messages keep no model alive
-    call: int
-    numbers: Any  # an array, or what waits for a copy
-    expected: Sequence[float]  # of the head
-    kind: Any  # shape, device and stream, or COPIED
-
-
-class _Copy(NamedTuple):
-    """Messages of one kind on their way to the host.
-
-    Each by a copy of its own; or in one array on the GPU, of which their heads and largest number
-    are on their way.
-    """
-
-    messages: list[Summed]
-    numbers: Any
-    wait: Callable[[], HostArray] | None = None
-
-    def look(self) -> None:
-        """Look at the messages; one by one if anything is unusual."""
-        if self.wait is not None:
-            *heads, largest = self.wait().tolist()
-            expected = [v for each in self.messages for v in each.expected]
-            if largest < wire.LARGEST_SUM and heads == expected:
-                return
-        for each, numbers in zip(self.messages, self.numbers, strict=True):
-            summed = numbers() if self.wait is None else to_host(numbers)
-            is_usual = summed[: wire.HEAD].tolist() == each.expected
-            if is_usual and np.abs(summed).max() < wire.LARGEST_SUM:
-                continue
-            phase = each.phase()
-            if phase is not None:
-                phase.check(summed, each.call)
-
-
-# The kind of a message of compiled code, which may be in the memory of a CUDA graph: torch raises
-# where something is kept of that, also of what a look makes there.
-COPIED: Any = "copied"
 
 
 _known: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
@@ -183,7 +80,7 @@ def look_at_unread() -> None:
     Not collective. Raises as the layers do, on all ranks that took part in a message.
     """
     for known in list(_known.values()):
-        known.look()
+        known.unread.look()
 
 
 def handshake(
@@ -200,7 +97,7 @@ def handshake(
     if key not in names:
         name = _compare(layer, communicator, channel, channels, call, known)
         known.count += 1
-        known.together = max(known.count, 4)
+        known.unread.together = max(known.count, 4)
         known.longest = max(known.longest, wire.length(channels))
         names[key] = f"{name} {known.count}"
     return names[key], known

@@ -33,15 +33,8 @@ from multibn.communicators.diagnostics import (
     log_and_raise,
     log_to_stderr,
 )
-from multibn.communicators.handshake import (
-    COPIED,
-    GroupState,
-    LayerId,
-    Summed,
-    explained,
-    handshake,
-)
-from multibn.communicators.pinned import is_captured, stream_of
+from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
+from multibn.communicators.unread import COPIED, Summed, is_captured, stream_of
 from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
 
@@ -360,10 +353,10 @@ class LayerPhase(Forwarding):
         """Sum a message on a GPU; the payload of the sum. The host looks at it later."""
         if is_captured(numbers):
             return reduce(numbers)[wire.HEAD : wire.HEAD + self._num_numbers]
-        self._known.look_if_due(COPIED if copied else None)
+        self._known.unread.look_if_due(COPIED if copied else None)
         summed = reduce(numbers)
         kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
-        self._known.keep(Summed(self._self, self._calls, summed, self._expected, kind))
+        self._known.unread.keep(Summed(self._self, self._calls, summed, self._expected, kind))
         return summed[wire.HEAD : wire.HEAD + self._num_numbers]
 
     def check(self, summed: HostArray, number: int) -> None:

@@ -304,7 +304,7 @@ def fit(
 
 
 def _kind(v: Any) -> Any:
-    """What a launch's key needs of an argument that is a tensor, a number, or None."""
+    """The part of a launch's key for an argument that is a tensor, a number, or None."""
     return v.dtype if isinstance(v, Tensor) else v is None
 
 

@@ -22,7 +22,7 @@ _arrays checkpoint.files
 wire communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watchdog
 communicators.channel
-communicators.handshake communicators.nonfinite communicators.pinned communicators.resolve
+communicators.handshake communicators.nonfinite communicators.resolve communicators.unread
 communicators.transports communicators.layer_communicator
 communicators kernels.spec kernels.layout kernels.core
 kernels.triton.steps

@@ -15,7 +15,7 @@ from multibn import SingleProcess, wire
 from multibn.communicators.handshake import agree
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
-from multibn.communicators.pinned import begin_copy, is_captured, on_stream
+from multibn.communicators.unread import begin_copy, is_captured, on_stream
 from multibn.engine.consistency import check_equal
 from multibn.engine.statistics import Moments, aggregate
 from tests.communicators.phases import Phase

@@ -80,7 +80,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def _steps(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[], list[Any]], runs: list[str]
 ) -> tuple[list[Any], int]:
-    """What the work returns, which must not depend on prepared launches, and how many were run."""
+    """Do the work with prepared launches and without; its results, and how many were run."""
     found, counts = [], []
     for made in (cuda.PreparedStep, lambda **options: None):
         with monkeypatch.context() as patch:

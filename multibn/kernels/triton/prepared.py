@@ -174,7 +174,7 @@ def _parts(args: NormArgs) -> tuple[Any, ...]:
 
 
 def _forward_facts(args: NormArgs) -> Any:
-    """What a plan's key does not tell of an input; None where its launches cannot be prepared."""
+    """The facts about an input that a plan's key lacks; None where nothing can be prepared."""
     x, weight, bias, residual, running = _parts(args)
     place: int = x.data_ptr()
     moved: tuple[Any, ...] = ()
@@ -207,7 +207,7 @@ def _backward_facts(g: Gradient) -> Any:
 
 
 def _is_usual(place: int, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether all activations begin at multiples of 16 bytes, and so on."""
+    """Whether a pass is one for which the launches of others serve; `place` joins its addresses."""
     return (
         place % 16 == 0
         and x.get_device() == current_device()
@@ -243,7 +243,7 @@ def _prepare(
 
 
 def prepare(launched: Sequence[Launched], slots: dict[str, int]) -> Any:
-    """What the core runs; None where it cannot run these launches, or is missing."""
+    """Prepare launches for the core; None where it cannot run them, or is missing."""
     rows: list[tuple[Any, ...]] = []
     if prepare_launches is None:
         return None

@@ -1,0 +1,204 @@
+"""Messages that GPUs have summed, at which the host looks about a step later, by copies of them."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+from array_api_compat import is_cupy_array
+
+from multibn import wire
+from multibn._arrays import array_namespace, on_device_of, to_host
+from multibn._typing import Array
+from multibn.communicators.channel import HostArray
+
+# The kind of a message of compiled code, which may be in the memory of a CUDA graph: torch raises
+# where something is kept of that, also of what a look makes there.
+COPIED: Any = "copied"
+
+
+class Unread:
+    """The messages of a group that nobody has read."""
+
+    def __init__(self) -> None:
+        # The latest ones, and those before them, whose copies are under way.
+        self._unread: list[Summed] = []
+        self._arriving: list[_Copy] = []
+        self._pinned: dict[Any, list[Any]] = {}
+        # At how many messages the host looks together: about half a step's, so that it waits for
+        # none, and not fewer than 4, for a layer called several times in a row.
+        self.together = 4
+
+    def keep(self, message: "Summed") -> None:
+        """Keep a message that a GPU has summed, at which the host looks about a step later."""
+        if message.kind is COPIED:
+            message = message._replace(numbers=begin_copy(message.numbers, self._pinned))
+        self._unread.append(message)
+
+    def look_if_due(self, kind: object = None) -> None:
+        """Look at messages of long ago, before one of this kind. Raises on all ranks if it raises.
+
+        A group's messages have one order on all ranks, which raise at the same moment.
+        """
+        if len(self._unread) >= self.together:
+            self._send(kind)
+
+    def look(self) -> None:
+        """Look at all messages that GPUs have summed."""
+        self._send()
+        self._receive()
+
+    def _send(self, kind: object = None) -> None:
+        """Begin the copies of messages that nobody has read, after a look at those before."""
+        self._receive()
+        groups: dict[Any, list[Summed]] = {}
+        for each in self._unread:
+            groups.setdefault(each.kind, []).append(each)
+        self._unread = []
+        for of_kind, sent in groups.items():
+            if of_kind is COPIED:
+                self._arriving.append(_Copy(sent, [each.numbers for each in sent]))
+                continue
+            numbers = sent[0].numbers
+            with on_device_of(numbers), on_stream(of_kind[2], numbers):
+                if kind is COPIED:
+                    waits = [begin_copy(each.numbers, self._pinned) for each in sent]
+                    self._arriving.append(_Copy(sent, waits))
+                    continue
+                xp = array_namespace(numbers)
+                every = xp.stack([each.numbers for each in sent])
+                largest = xp.reshape(xp.max(xp.abs(every)), (1,))
+                told = xp.concat([xp.reshape(every[:, : wire.HEAD], (-1,)), largest])
+                self._arriving.append(_Copy(sent, every, begin_copy(told, self._pinned)))
+
+    def _receive(self) -> None:
+        """Look at the messages whose copies are under way; at each if anything is unusual."""
+        copies, self._arriving = self._arriving, []
+        try:
+            for copy in copies:
+                copy.look()
+        except Exception:
+            self._unread.clear()  # what follows an error says nothing new
+            raise
+
+
+class Summed(NamedTuple):
+    """A message that a GPU has summed."""
+
+    phase: Callable[[], Any]  # weak: the group's messages keep no model alive
+    call: int
+    numbers: Any  # an array, or what waits for a copy
+    expected: Sequence[float]  # of the head
+    kind: Any  # shape, device and stream, or COPIED
+
+
+class _Copy(NamedTuple):
+    """Messages of one kind on their way to the host.
+
+    Each by a copy of its own; or in one array on the GPU, of which their heads and largest number
+    are on their way.
+    """
+
+    messages: list[Summed]
+    numbers: Any
+    wait: Callable[[], HostArray] | None = None
+
+    def look(self) -> None:
+        """Look at the messages; one by one if anything is unusual."""
+        if self.wait is not None:
+            *heads, largest = self.wait().tolist()
+            expected = [v for each in self.messages for v in each.expected]
+            if largest < wire.LARGEST_SUM and heads == expected:
+                return
+        for each, numbers in zip(self.messages, self.numbers, strict=True):
+            summed = numbers() if self.wait is None else to_host(numbers)
+            is_usual = summed[: wire.HEAD].tolist() == each.expected
+            if is_usual and np.abs(summed).max() < wire.LARGEST_SUM:
+                continue
+            phase = each.phase()
+            if phase is not None:
+                phase.check(summed, each.call)
+
+
+def is_captured(x: Array, /) -> bool:
+    """Whether a CUDA graph captures what is done with `x`, in which no copy can be looked at."""
+    if getattr(x, "is_cuda", False):  # torch's
+        cuda, device = sys.modules["torch"].cuda, x.get_device()
+        if device == cuda.current_device():
+            return bool(cuda.is_current_stream_capturing())
+        with cuda.device(device):
+            return bool(cuda.is_current_stream_capturing())
+    if is_cupy_array(x):
+        import cupy
+
+        return bool(cupy.cuda.get_current_stream().is_capturing())
+    return False
+
+
+def stream_of(x: Array, /) -> Any:
+    """The current stream of the GPU of `x`; 0 for other arrays."""
+    if getattr(x, "is_cuda", False):
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
+    if is_cupy_array(x):
+        import cupy
+
+        return cupy.cuda.get_current_stream().ptr
+    return 0
+
+
+def on_stream(stream: Any, x: Array, /) -> AbstractContextManager[Any]:
+    """Context in which `stream` is the current one."""
+    if stream == stream_of(x):
+        return nullcontext()
+    if getattr(x, "is_cuda", False):
+        cuda = sys.modules["torch"].cuda
+        external: AbstractContextManager[Any] = cuda.stream(cuda.ExternalStream(stream, x.device))
+        return external
+    import cupy
+
+    return cupy.cuda.ExternalStream(stream)
+
+
+def begin_copy(x: Array, unused: dict[Any, list[Any]]) -> Callable[[], HostArray]:
+    """Begin to copy an array of a GPU, in the current stream, and return what waits for the copy.
+
+    What that returns stays valid until the next copy begins. `unused` keeps memory and events, for
+    arrays of each device and length, that no copy uses.
+    """
+    again: list[Any] = []
+    if getattr(x, "is_cuda", False):
+        import torch
+
+        # An event is of the GPU on which it was recorded first.
+        again = unused.setdefault((x.device, x.shape), again)
+        if again:
+            pinned = again.pop()
+        else:
+            with torch.inference_mode(False):  # else no copy in training could be written to it
+                options: Any = {"dtype": x.dtype, "device": "cpu", "pin_memory": True}
+                memory = torch.empty(x.shape, **options)
+            pinned = memory, memory.numpy(), torch.Event(x.device)
+        memory, copy, event = pinned
+        memory.copy_(x, non_blocking=True)
+        # torch.cuda.current_stream takes longer than the copy.
+        is_current = x.get_device() == torch.cuda.current_device()
+        event.record(None if is_current else torch.cuda.current_stream(x.device))
+    elif is_cupy_array(x):
+        import cupy
+        import cupyx
+
+        copy, event = cupyx.empty_pinned(x.shape, x.dtype), cupy.cuda.Event()
+        pinned = copy, event
+        x.get(out=copy, blocking=False)
+        event.record()
+    else:
+        copied = to_host(x)
+        return lambda: copied
+
+    def wait() -> HostArray:
+        event.synchronize()
+        again.append(pinned)
+        return copy
+
+    return wait
