@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multibn._arrays import array_namespace
 from multibn._typing import Array
 from multibn.kernels import reference
 from multibn.kernels.core import _core
@@ -51,7 +52,7 @@ class _Library(NamedTuple):
     empty_like: Any
     contiguous: Any
     strides: Any
-    numbers: Any  # memory for float64 numbers of a shape
+    numbers: Any  # memory of a shape, for float64 numbers unless a dtype is passed
     changed: Any  # called when the core has written to running statistics
 
 
@@ -87,6 +88,25 @@ def _templates(numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> l
     return [numbers(n) for n in (channels(shape, axis), ())]
 
 
+@lru_cache(maxsize=1024)
+def _rows_like(
+    numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: Any, num_rows: int
+) -> Array:
+    """An array like that many coefficients of each channel."""
+    like = numbers(0, dtype=dtype)
+    arithmetic = reference.arithmetic_dtype(array_namespace(like), dtype)
+    return numbers((num_rows, *channels(shape, axis)), dtype=arithmetic)
+
+
+def _new(args: NormArgs, num_rows: int, coefficients: bool) -> tuple[Array | None, Array | None]:
+    """Memory like the input's, or for coefficients in its place."""
+    x, library = args.x, _library(type(args.x))
+    if not coefficients:
+        return library.empty_like(x), None
+    rows = _rows_like(library.numbers, x.shape, args.axis, x.dtype, num_rows)
+    return None, library.empty_like(rows)
+
+
 def begin_forward(
     args: NormArgs,
     rank_weight: float,
@@ -113,11 +133,11 @@ def finish_forward(
     library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
     per_channel, number = _templates(library.numbers, args.x.shape, args.axis)
-    y = None if coefficients else new(args.x)
     batch = BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
-    taken, state = args, _core.finish_forward(args, batch, y, *message)
-    if state is None and not coefficients:
-        taken, state = _with_copies(_core.finish_forward, args, batch, y, *message)
+    y, rows = _new(args, 3, coefficients)
+    taken, state = args, _core.finish_forward(args, batch, y, rows, *message)
+    if state is None:
+        taken, state = _with_copies(_core.finish_forward, args, batch, y, rows, *message)
     if state is None:
         return reference.finish_forward(args, *message, coefficients=coefficients)
     running = args.running
@@ -125,9 +145,7 @@ def finish_forward(
         library.changed(running.mean, running.var, running.num_batches)
     elif running is not None and state == OK:
         update_running(running, *batch[:3], count)
-    if coefficients:
-        y = reference.normalize(args, batch, coefficients=True)
-    return y, batch, state
+    return rows if y is None else y, batch, state
 
 
 def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
@@ -149,13 +167,12 @@ def finish_backward(
     g: Gradient, summed: Array, taken: Gradient | None = None, *, coefficients: bool = False
 ) -> tuple[Array, Array | None]:
     """Do as `reference.finish_backward`."""
-    if taken is None or coefficients:
-        return reference.finish_backward(g, summed, coefficients=coefficients)
-    new = _library(type(taken.input.x)).empty_like
-    dx = new(taken.input.x)
-    dresidual = None if g.y is None else new(dx)
-    done = _core.finish_backward(taken, summed, dx, dresidual)
-    return reference.finish_backward(g, summed) if done is None else (dx, dresidual)
+    if taken is not None:
+        dx, rows = _new(taken.input, 4, coefficients)
+        dresidual = None if g.y is None or dx is None else _library(type(dx)).empty_like(dx)
+        if _core.finish_backward(taken, summed, dx, dresidual, rows) is not None:
+            return rows if dx is None else dx, dresidual
+    return reference.finish_backward(g, summed, coefficients=coefficients)
 
 
 def parameter_gradients(
@@ -173,13 +190,13 @@ def parameter_gradients(
 
 def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
     """Do as `reference.normalize`."""
-    if coefficients:
-        return reference.normalize(args, batch, coefficients=True)
-    y = _library(type(args.x)).empty_like(args.x)
-    done = _core.normalize(args, batch, y)
+    y, rows = _new(args, 3, coefficients)
+    done = _core.normalize(args, batch, y, rows)
     if done is None:
-        _, done = _with_copies(_core.normalize, args, batch, y)
-    return reference.normalize(args, batch) if done is None else y
+        _, done = _with_copies(_core.normalize, args, batch, y, rows)
+    if done is None:
+        return reference.normalize(args, batch, coefficients=coefficients)
+    return rows if y is None else y
 
 
 def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:

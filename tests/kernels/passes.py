@@ -171,14 +171,29 @@ def passes(
         y, batch, state = kernels.finish_forward(moved, message + forward, n, n)
         assert state in (reference.OK, reference.CANCELLED)
         found |= {"y": y, **batch._asdict(), "running mean": old[0], "running var": old[1]}
+        coefficients, *_ = kernels.finish_forward(i, message + forward, n, n, coefficients=True)
+        found["by coefficients"] = by_coefficients(i, coefficients)
     found["normalized"] = kernels.normalize(i, batch)
+    coefficients = kernels.normalize(i, batch, coefficients=True)
+    found["normalized by coefficients"] = by_coefficients(i, coefficients)
     y = found.setdefault("y", found["normalized"])
     g = Gradient(dy, i, batch, y if i.relu and i.residual is not None else None)
     payload, found["dweight"], found["dbias"], *begun = kernels.begin_backward(g)
     found["sums"] = payload
     summed = payload + backward if sums is None else sums
     found["dx"], found["dresidual"] = kernels.finish_backward(g, summed, *begun)
+    coefficients, _ = kernels.finish_backward(g, summed, *begun, coefficients=True)
+    before_relu = np.where((exact(y) > 0) | (not i.relu), exact(dy), 0)
+    found["dx by coefficients"] = by_coefficients(i, coefficients, before_relu)
     return found
+
+
+def by_coefficients(i: NormArgs, coefficients: Any, dy: Any = None) -> Any:
+    """What compiled code makes of a pass's coefficients, before the residual and the ReLU."""
+    centre, scale, *of_dy, shift = (np.expand_dims(exact(v), i.axis) for v in coefficients)
+    made = (exact(i.x) - centre) * scale + shift
+    made = made if dy is None else made + dy * of_dy[0]
+    return like(i.x, made if i.mask is None else np.where(exact(i.mask) > 0, made, 0))
 
 
 def definition(
@@ -211,6 +226,9 @@ def definition(
     invstd = 1 / np.sqrt(wide(var) + i.eps)
     xhat = (x - wide(mean)) * invstd
     out = xhat * wide(i.weight, 1.0) + wide(i.bias)
+    found["normalized by coefficients"] = np.where(mask, out, 0)
+    if batch is None:
+        found["by coefficients"] = found["normalized by coefficients"]
     out = out + (0.0 if i.residual is None else exact(i.residual))
     out = np.where(mask, np.where(i.relu & (out <= 0), 0, out), 0)
     found |= {"y": out, "normalized": out}
@@ -223,7 +241,7 @@ def definition(
     summed = found["sums"] + backward if sums is None else exact(sums)
     sum_dy, sum_dy_xhat = (wide(v.reshape(shape)) for v in np.split(summed, [C]))
     dx = wide(i.weight, 1.0) * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))
-    found["dx"] = np.where(mask, dx, 0)
+    found["dx"] = found["dx by coefficients"] = np.where(mask, dx, 0)
     found["dresidual"] = dy if i.relu and i.residual is not None else None
     return found
 

@@ -48,7 +48,7 @@ typedef struct {
     Running running;
     double *message, weight, count, mark; /* what is sent or was summed; what this rank counts for, its elements, mark */
     double *total, *element_weight; /* of the whole batch */
-    Parameter dweight, dbias;
+    Parameter dweight, dbias, coefficients; /* of a compiler's code, in place of the pass over elements */
 } Call;
 
 /* A field of a record; borrowed. None once the call is refused. */
@@ -80,6 +80,14 @@ static Parameter take(Call *call, PyObject *object, int dtype, int64_t n, int ho
     call->refused = !look(object, how & WRITTEN, &a) || contiguous(&a) != n ||
                     (dtype == ANY_FLOAT ? number_of(a.dtype) < 0 : a.dtype != dtype);
     return call->refused ? (Parameter){0} : (Parameter){a.data, number_of(a.dtype)};
+}
+
+/* Memory for `rows` coefficients of each channel, in the dtype of the arithmetic, or None. */
+static void take_coefficients(Call *call, PyObject *object, int64_t rows)
+{
+    call->coefficients = take(call, object, ANY_FLOAT, rows * call->pass.C, WRITTEN | OPTIONAL);
+    if (call->coefficients.at && call->coefficients.dtype != (call->dtype == 1))
+        call->refused = 1;
 }
 
 /* A number, also in an array. */

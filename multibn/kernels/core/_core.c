@@ -127,11 +127,11 @@ FUNCTION(begin_backward, 4)
 static int normalize(Call *a, double *memory)
 {
     Pass *p = &a->pass;
-    if (!p->out) /* only the statistics are asked for */
-        return OK;
     p->scale = memory;
     p->shift = memory + p->C;
     output_coefficients(&a->statistics, p->C, memory, memory + p->C);
+    if (a->coefficients.at)
+        return write_coefficients(p, a->coefficients.at);
     return in_threads(p, p->loops->normalize, 3);
 }
 
@@ -141,13 +141,14 @@ static void read_pass(Call *a, PyObject *const *args, int written)
     a->pass.y = take_like(a, get_field(a, args[0], Input_residual), &a->x.a, OPTIONAL);
     a->pass.kind = kind_of(a, args[0]);
     read_statistics(a, args[0], args[1], written);
-    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | (written ? OPTIONAL : 0));
+    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | OPTIONAL);
+    take_coefficients(a, args[3], 3);
 }
 
-/* An Input, BatchStatistics, y. */
+/* An Input, BatchStatistics, y and the coefficients, of which one is None. */
 static void read_normalize(Call *a, PyObject *const *args) { read_pass(a, args, 0); }
 
-FUNCTION(normalize, 3)
+FUNCTION(normalize, 4)
 
 /* Writes the statistics of the message, moves the running statistics, and then y. Returns the state of the message. */
 static int finish_forward(Call *a, double *memory)
@@ -162,13 +163,13 @@ static int finish_forward(Call *a, double *memory)
     return normalize(a, memory); /* 0, which is OK */
 }
 
-/* An Input, BatchStatistics, y or None, the sum of all messages, and as `begin_forward` weight and count. */
+/* As `normalize`, then the sum of all messages, and as `begin_forward` weight and count. */
 static void read_finish_forward(Call *a, PyObject *const *args)
 {
     read_pass(a, args, WRITTEN);
-    a->message = take(a, args[3], FLOAT64, 2 * a->pass.C + NUM_SCALARS, 0).at;
-    a->weight = number(a, args[4]);
-    a->count = number(a, args[5]);
+    a->message = take(a, args[4], FLOAT64, 2 * a->pass.C + NUM_SCALARS, 0).at;
+    a->weight = number(a, args[5]);
+    a->count = number(a, args[6]);
     a->total = take(a, get_field(a, args[1], Batch_count), FLOAT64, 1, WRITTEN).at;
     a->element_weight = take(a, get_field(a, args[1], Batch_element_weight), FLOAT64, 1, WRITTEN).at;
     PyObject *running = get_field(a, args[0], Input_running);
@@ -188,7 +189,7 @@ static void read_finish_forward(Call *a, PyObject *const *args)
         a->refused = 1;
 }
 
-FUNCTION(finish_forward, 6)
+FUNCTION(finish_forward, 7)
 
 /* dx, and the residual's gradient where dy is not itself the gradient. */
 static int finish_backward(Call *a, double *memory)
@@ -207,20 +208,23 @@ static int finish_backward(Call *a, double *memory)
     p->shift = shift;
     p->y_scale = y_scale;
     p->y_shift = y_shift;
+    if (a->coefficients.at)
+        return write_coefficients(p, a->coefficients.at);
     return in_threads(p, p->loops->input_gradient, p->kind == SIGN_OF_X ? 5 : 4);
 }
 
-/* A Gradient, the sum of all messages, dx, the gradient of the residual or None. */
+/* A Gradient, the sum of all messages, dx or None, the gradient of the residual or None, coefficients or None. */
 static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
     a->message = take(a, args[1], FLOAT64, 2 * a->pass.C, 0).at;
     a->weight = number(a, get_field(a, get_field(a, args[0], Gradient_batch), Batch_element_weight));
-    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN);
+    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | OPTIONAL);
     a->pass.more = take_like(a, args[3], &a->x.a, WRITTEN | OPTIONAL);
+    take_coefficients(a, args[4], 4);
 }
 
-FUNCTION(finish_backward, 4)
+FUNCTION(finish_backward, 5)
 
 static PyObject *py_use_level(PyObject *self, PyObject *number)
 {

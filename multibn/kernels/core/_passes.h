@@ -97,6 +97,22 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
     return 0;
 }
 
+/* The coefficients of all channels, as `start` has them, into an array with a row for each. */
+static int write_coefficients(const Pass *p, void *rows)
+{
+    const size_t size = p->loops->size;
+    const int64_t C = p->C, last = p->y_scale ? 3 : 2;
+    for (int64_t c = 0; c < C; c++) {
+        const double centre = rounded(p->loops, p->mean[c]);
+        set(rows, size, c, centre);
+        set(rows, size, C + c, p->scale[c]);
+        if (p->y_scale)
+            set(rows, size, 2 * C + c, p->y_scale[c]);
+        set(rows, size, last * C + c, p->shift[c] - (p->mean[c] - centre) * p->scale[c]);
+    }
+    return 0;
+}
+
 /* Copy the coefficients of the channels a:b to each of their columns. */
 static void spread(const Work *w, const Pass *p, int num, int64_t a, int64_t b, Rows *r)
 {
