@@ -98,13 +98,10 @@ def _rows_like(
     return numbers((num_rows, *channels(shape, axis)), dtype=arithmetic)
 
 
-def _new(args: NormArgs, num_rows: int, coefficients: bool) -> tuple[Array | None, Array | None]:
-    """Memory like the input's, or for coefficients in its place."""
+def _new_rows(args: NormArgs, num_rows: int) -> Array:
+    """Memory for coefficients, which take the place of an output."""
     x, library = args.x, _library(type(args.x))
-    if not coefficients:
-        return library.empty_like(x), None
-    rows = _rows_like(library.numbers, x.shape, args.axis, x.dtype, num_rows)
-    return None, library.empty_like(rows)
+    return library.empty_like(_rows_like(library.numbers, x.shape, args.axis, x.dtype, num_rows))
 
 
 def begin_forward(
@@ -134,7 +131,7 @@ def finish_forward(
     new = library.empty_like
     per_channel, number = _templates(library.numbers, args.x.shape, args.axis)
     batch = BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
-    y, rows = _new(args, 3, coefficients)
+    y, rows = (None, _new_rows(args, 3)) if coefficients else (new(args.x), None)
     taken, state = args, _core.finish_forward(args, batch, y, rows, *message)
     if state is None:
         taken, state = _with_copies(_core.finish_forward, args, batch, y, rows, *message)
@@ -168,8 +165,9 @@ def finish_backward(
 ) -> tuple[Array, Array | None]:
     """Do as `reference.finish_backward`."""
     if taken is not None:
-        dx, rows = _new(taken.input, 4, coefficients)
-        dresidual = None if g.y is None or dx is None else _library(type(dx)).empty_like(dx)
+        new = _library(type(taken.input.x)).empty_like
+        dx, rows = (None, _new_rows(g.input, 4)) if coefficients else (new(taken.input.x), None)
+        dresidual = None if g.y is None or dx is None else new(dx)
         if _core.finish_backward(taken, summed, dx, dresidual, rows) is not None:
             return rows if dx is None else dx, dresidual
     return reference.finish_backward(g, summed, coefficients=coefficients)
@@ -190,7 +188,8 @@ def parameter_gradients(
 
 def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
     """Do as `reference.normalize`."""
-    y, rows = _new(args, 3, coefficients)
+    new = _library(type(args.x)).empty_like
+    y, rows = (None, _new_rows(args, 3)) if coefficients else (new(args.x), None)
     done = _core.normalize(args, batch, y, rows)
     if done is None:
         _, done = _with_copies(_core.normalize, args, batch, y, rows)
