@@ -71,8 +71,7 @@ def release(session: nox.Session, extras: str, page: str) -> None:
     page = os.path.relpath(Path("docs", page).resolve())
     folder = session.create_tmp()
     for name, program in pages.programs(page).items():
-        # A rank may be aborted at its end by torch: docs/guides/when-it-fails.md.
-        Path(folder, name).write_text(f"{program}import time; time.sleep(0.5)\n")
+        Path(folder, name).write_text(program)
 
     def run(kernels: str) -> None:
         with session.chdir(folder):

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -140,9 +139,6 @@ def leave_world() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_initialized():
         distributed.destroy_process_group()
-        # gloo's thread frees its last tensor a little later, and a process that is finalizing by
-        # then is aborted ("terminate called without an active exception").
-        time.sleep(0.5)
 
 
 class WorkerError(Exception):

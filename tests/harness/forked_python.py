@@ -208,7 +208,11 @@ def _run(words: list[str]) -> None:
         assert not first.startswith("-"), f"python {' '.join(words)}: unknown option"
         sys.argv = words
         sys.path[0] = os.path.dirname(os.path.realpath(first))
-        runpy.run_path(first, run_name="__main__")
+        # As in Python, a program's variables outlive what runs at its exit.
+        _PROGRAM.update(runpy.run_path(first, run_name="__main__"))
+
+
+_PROGRAM: dict[str, Any] = {}
 
 
 def _end(code: Any, *, of_mpi4py: bool) -> NoReturn:

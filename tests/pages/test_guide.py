@@ -22,9 +22,7 @@ def _write_scripts(folder: Path) -> None:
     # A fifth of the epoch, and of the images.
     begin += "import digits; digits.NUM_TRAIN, digits.STEPS_PER_EPOCH = 280, 35\n"
     for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        # As a test's other workers, it waits for gloo's thread to let go of its last tensor.
-        end = "import time; time.sleep(0.5)\n" if "destroy_process_group" in code else ""
-        (folder / name).write_text(begin + code + end)
+        (folder / name).write_text(begin + code)
 
 
 def _losses(path: Path) -> list[float]:

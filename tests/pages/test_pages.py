@@ -17,9 +17,7 @@ PAGES = [page for page in MARKDOWN if commands(page) and page not in TRAINERS]
 
 def _write_programs(page: str, folder: Path) -> None:
     for name, program in programs(page).items():
-        # As a test's other workers, the program waits for gloo's thread to let go of its tensors.
-        end = "import time; time.sleep(0.5)\n" if "destroy_process_group" in program else ""
-        (folder / name).write_text(program + end)
+        (folder / name).write_text(program)
 
 
 def _arguments(line: str) -> list[str]:

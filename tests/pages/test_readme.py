@@ -76,7 +76,7 @@ def test_each_row_of_the_comparison_has_tests() -> None:
 
 
 def _losses(size: int, program: str, folder: Path) -> list[str]:
-    (folder / f"on_{size}.py").write_text(f"{program}import time; time.sleep(0.5)\n")
+    (folder / f"on_{size}.py").write_text(program)
     ran = launch.run("torchrun", size, str(folder / f"on_{size}.py"))
     assert ran.returncode == 0, ran.stdout
     return re.findall(r"^step .*$", ran.stdout, re.MULTILINE)

@@ -1,9 +1,11 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
+import atexit
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -269,6 +271,7 @@ class _World:
 
     def __init__(self) -> None:
         self.default_group = _reference(dist.group.WORLD)
+        _rest_at_exit()
         self.channel: MutableMapping[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
         # Groups made here, by their sorted ranks: torch gives a group no other order.
         self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
@@ -332,6 +335,17 @@ class _World:
                     self.groups[key] = group
 
 
+@cache
+def _rest_at_exit() -> None:
+    """Leave Python's lock to gloo's threads, which may have tensors of the program to release.
+
+    While the interpreter ends, Python (before 3.14) unwinds a thread that needs the lock, which C++
+    takes for an error: the process would be aborted after all its work.
+    """
+    atexit.register(time.sleep, _REST)
+
+
+_REST = 0.2  # seconds; on an idle machine a hundredth is enough
 _SUM = dist.AllreduceOptions()
 _SUM.asyncOp = False  # in the current stream
 _latest_world: _World | None = None

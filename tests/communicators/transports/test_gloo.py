@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from multibn.communicators.polling import chain
 from multibn.communicators.transports.gloo import PrivateGloo, sum_any
+from tests.helpers import launch
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 NEEDS = "torch"
@@ -90,6 +92,35 @@ def test_numbers_that_gloo_does_not_sum_are_refused() -> None:
             chain(sum_any(np.array([0.5], np.longdouble), side.start))
 
     _on_ranks(2, work)
+
+
+# As where no core is free for gloo's thread until the interpreter ends.
+_PROGRAM = """
+import sys, time
+import torch, torch.distributed as dist
+from multibn.torch import SyncBatchNorm
+
+class Last:
+    def __del__(self):
+        time.sleep(0.1)  # other threads run while the interpreter ends
+
+last = Last()
+dist.init_process_group("gloo")
+SyncBatchNorm(2)(torch.ones(2, 2))
+sys.setswitchinterval(10)
+time.sleep(dist.get_rank())
+dist.all_reduce(torch.ones(1), async_op=True)
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    pass
+"""
+
+
+@pytest.mark.launches
+def test_a_process_is_not_aborted_where_gloo_has_a_tensor_to_release(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    ran = launch.run("torchrun", 2, str(tmp_path / "program.py"), real=True)
+    assert ran.returncode == 0, ran.stdout
 
 
 def test_a_connection_that_fails_is_an_error() -> None:
