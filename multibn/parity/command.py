@@ -12,7 +12,7 @@ from typing import Any
 from multibn._platform import find_command, importable
 from multibn.parity.cases import CASES, select
 from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
-from multibn.parity.worker import SURFACES, Error, find
+from multibn.parity.worker import SURFACES, Error, find, pair
 
 # The modules that surfaces and communicators need.
 NEEDS = {
@@ -70,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
         sys.path.insert(0, os.getcwd())  # as `environment` of ranks
         try:
             find(args.model)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             wanted = "--model must be MODULE:FUNCTION, found from this folder"
             raise ValueError(f"{wanted}: got {args.model!r} ({error}).") from error
+        pair(args.model)
     names = [case.name for case in select(args.cases)]
     print("Each row has the error that is largest beside its bound.")
     print(f"{'over x ranks':19} layers  error {'of quantity, in case':36} verdict", flush=True)

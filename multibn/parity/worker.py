@@ -7,6 +7,7 @@ in a collective. Only functions import frameworks.
 
 import importlib
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, SingleProcess
 from multibn.parity import oracle
 from multibn.parity.cases import CASES, CHANNELS, EPS, MOMENTUM, Case
 from multibn.parity.oracle import Array
@@ -239,20 +240,13 @@ def models(communicator: Communicator, function: str) -> list[Error]:
     Each rank has a part of the example input, and batch normalization is synchronized; alone, the
     models get the whole input. Where options of layers differ, these are the errors.
     """
-    from multibn.chainer_backend import create_mnbn_model
-    from multibn.torch_backend import convert_sync_batchnorm
-
-    torch_model, chainer_model, x, unlike = _pair(function)
+    torch_model, chainer_model, x, unlike = pair(function)
     if unlike:
         return unlike
     alone = _steps(torch_model, chainer_model, x)
-    torch_model, chainer_model, *_ = _pair(function)
+    torch_model, chainer_model, *_ = pair(function, communicator)
     indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
-    shared = _steps(
-        convert_sync_batchnorm(torch_model, communicator),
-        create_mnbn_model(chainer_model, communicator),
-        x[indices],
-    )
+    shared = _steps(torch_model, chainer_model, x[indices])
     errors = []
     for name, bound in OF_MODELS[x.dtype.name].items():
         torchs, chainers = (arrays[name] for arrays in alone)
@@ -295,33 +289,127 @@ def find(path: str) -> Callable[[], Any]:
     import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
 
     module, _, name = path.partition(":")
-    return cast(Callable[[], Any], getattr(importlib.import_module(module), name))
+    if not name:
+        raise ValueError("no :FUNCTION")
+    found = getattr(importlib.import_module(module), name)
+    if not callable(found):
+        raise ValueError(f"a {type(found).__qualname__}, which cannot be called")
+    return cast(Callable[[], Any], found)
 
 
-def _pair(path: str) -> tuple[Any, Any, Array, list[Error]]:
+def pair(
+    path: str, communicator: Communicator | None = None
+) -> tuple[Any, Any, Array, list[Error]]:
     """The user's models, their input, and the errors of their options.
 
-    Without errors, torch's model has the state of Chainer's.
+    The batch normalizations share with nobody, or with the ranks of a communicator. Without
+    errors, torch's model has the state of Chainer's. Raises ValueError for what is no pair.
     """
     function = find(path)  # makes Chainer importable
     import torch
     from chainer.serializers import DictionarySerializer
 
     from multibn import checkpoint
+    from multibn.chainer_backend import create_mnbn_model
+    from multibn.torch_backend import convert_sync_batchnorm
 
     # All calls must return models with the same weights.
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
-    torch_model, chainer_model, x = function()
-    if len(x) < 3:  # two become 1 and -1, and dx is 0
-        raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
+    try:
+        found = function()
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"{path} has raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+        ) from error
+    torch_model, chainer_model, x = _checked(path, found)
+    is_shared = _set_ranks(path, torch_model, chainer_model, SingleProcess())
+    for framework, surface in (("torch", Torch(torch_model)), ("Chainer", Chainer(chainer_model))):
+        try:
+            shape = surface.evaluate(x).shape  # links that wait for an input get their size
+        except Exception as error:
+            raise ValueError(
+                f"the {framework} model of {path} must take the example input, {x.dtype} of shape "
+                f"{x.shape}, and return an array: got {type(error).__name__}: {error}"
+            ) from error
+        if shape[:1] != x.shape[:1]:
+            raise ValueError(
+                f"the {framework} model of {path} must return an entry for each of {len(x)} "
+                f"samples: got shape {shape}. Return the output, not a loss."
+            )
     if unlike := list(_unlike(torch_model, chainer_model)):
         return torch_model, chainer_model, x, unlike
     serializer = DictionarySerializer()
     serializer.save(chainer_model)
     state = checkpoint.chainer_to_torch(serializer.target).state
-    torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
+    try:
+        torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
+    except RuntimeError as error:
+        raise ValueError(
+            f"the models of {path} must have layers of the same names and sizes: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    if communicator is not None:
+        _set_ranks(path, torch_model, chainer_model, communicator)
+        torch_model = convert_sync_batchnorm(torch_model, communicator)
+        if not is_shared:
+            chainer_model = create_mnbn_model(chainer_model, communicator)
     return torch_model, chainer_model, x, []
+
+
+def _checked(path: str, found: Any) -> tuple[Any, Any, Array]:
+    """What the user's function has returned, if that is a pair and an example input."""
+    import chainer
+    from chainer import links as L
+    from torch import nn
+
+    each = found if isinstance(found, tuple) else (found,)
+    kinds = nn.Module, chainer.Link, np.ndarray
+    if len(each) != 3 or not all(map(isinstance, each, kinds)):
+        raise ValueError(
+            f"{path} must return a torch.nn.Module, a chainer.Link and a NumPy array: got "
+            f"{', '.join(type(v).__qualname__ for v in each)}."
+        )
+    torch_model, chainer_model, x = each
+    if isinstance(chainer_model, L.Classifier):
+        raise ValueError(
+            f"{path} must return a model without a loss: got an L.Classifier. Return its predictor."
+        )
+    if x.dtype.name not in OF_MODELS:
+        raise ValueError(f"the example input must be float32 or float64: got {x.dtype} of {path}.")
+    if len(x) < 3:  # two become 1 and -1, and dx is 0
+        raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
+    return torch_model, chainer_model, x
+
+
+def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communicator) -> bool:
+    """Give the layers of multibn's these ranks; whether a model of Chainer's has such links only.
+
+    Other layers that share cannot be given any.
+    """
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+    from multibn.torch_backend import SyncBatchNorm
+
+    # isort: split
+    from chainer import links as L
+    from torch import nn
+
+    links = list(chainer_model.links())
+    for layer in (*torch_model.modules(), *links):
+        if isinstance(layer, SyncBatchNorm):
+            layer.process_group = ranks
+        elif isinstance(layer, MultiNodeBatchNormalization):
+            layer.comm = ranks
+        elif isinstance(layer, nn.SyncBatchNorm) or "MultiNode" in type(layer).__name__:
+            kind = f"{type(layer).__module__.partition('.')[0]}'s {type(layer).__qualname__}"
+            raise ValueError(
+                f"the models of {path} must have the layers of one process, nn.BatchNorm2d and "
+                f"L.BatchNormalization for example, which the comparison converts: got {kind}."
+            )
+    has = [any(isinstance(v, kind) for v in links)
+           for kind in (MultiNodeBatchNormalization, L.BatchNormalization)]  # fmt: skip
+    return has == [True, False]
 
 
 def _steps(torch_model: Any, chainer_model: Any, x: Array) -> list[Arrays]:

@@ -40,3 +40,13 @@ class ChainerModel(chainer.Chain):
 def pair() -> tuple[TorchModel, ChainerModel, Any]:
     x = np.random.default_rng(0).normal(size=(5, 3, 8, 8)).astype("float32")
     return TorchModel(), ChainerModel(), x
+
+
+def shared_pair() -> tuple[nn.Module, chainer.Chain, Any]:
+    """The pair as its owners train it, with few elements, so that n / (n - 1) shows the ranks."""
+    from multibn.chainer_backend import create_mnbn_model
+    from multibn.torch_backend import convert_sync_batchnorm
+
+    torch_model, chainer_model, x = pair()
+    shared = create_mnbn_model(chainer_model, None)
+    return convert_sync_batchnorm(torch_model), shared, x[:, :, :5, :5]

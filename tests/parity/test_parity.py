@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -235,7 +236,7 @@ def test_options_that_differ_are_named_before_any_number(
     with chainer_model.init_scope():
         chainer_model.bn = make(4, **{"eps": 1e-5} | of_chainer)
     monkeypatch.setattr(models, "pair", lambda: (torch_model, chainer_model, x))
-    found = worker.models(SingleProcess(), "tests.helpers.models:pair")
+    found = worker.models(SingleProcess(), PAIR)
     assert [e.text for e in found] == texts
     assert verdicts_of(monkeypatch, [e._replace(surface="torch") for e in found], "chainer")[0] == (
         "BROKEN"
@@ -244,15 +245,90 @@ def test_options_that_differ_are_named_before_any_number(
     assert lines[1] == f"    bn: {texts[0]}"
 
 
-def two_samples() -> Any:
-    torch_model, chainer_model, x = unlike()
-    return torch_model, chainer_model, x[:2]
+PAIR = "tests.helpers.models:pair"
 
 
-def test_two_samples_are_refused() -> None:
+def _bare(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+    raise KeyError("no data")
+
+
+def _with_a_loss(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+    from chainer import links as L
+
+    return torch_model, L.Classifier(chainer_model), x
+
+
+def _with_a_sum(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+    torch_model.register_forward_hook(lambda module, args, y: y.sum())
+    return torch_model, chainer_model, x
+
+
+def _of_other_sizes(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+    from torch import nn
+
+    torch_model.fc = nn.Linear(4, 3)
+    return torch_model, chainer_model, x
+
+
+def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+    from chainermn.links import MultiNodeBatchNormalization
+
+    with pytest.warns(FutureWarning), chainer_model.init_scope():
+        chainer_model.norm = MultiNodeBatchNormalization(4, None)
+    return torch_model, chainer_model, x
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda *_: None,
+            "must return a torch.nn.Module, a chainer.Link and a NumPy array: got NoneT",
+        ),
+        (lambda *pair: pair[:2], r"and a NumPy array: got TorchModel, ChainerModel\."),
+        (lambda t, c, x: (c, t, x), r"array: got ChainerModel, TorchModel, ndarray\."),
+        (
+            lambda t, c, x: (t, c, x.astype(int)),
+            "input must be float32 or float64: got int64 of tests",
+        ),
+        (lambda t, c, x: (t, c, x[:2]), r"must have 3 or more samples: got 2 of tests\.helpers"),
+        (
+            lambda t, c, x: (t, c, x.astype("float64")),
+            r"the torch model of .* must take the example input, float64 of shape \(5, 3, 8, 8\), "
+            "and return an array: got RuntimeError: Input type",
+        ),
+        (_bare, r"models:pair has raised KeyError: 'no data' \(.*test_parity\.py, line \d+\)"),
+        (
+            _with_a_loss,
+            r"must return a model without a loss: got an L\.Classifier\. Return its pred",
+        ),
+        (
+            _with_a_sum,
+            r"the torch model .* return an entry for each of 5 samples: got shape \(\)\.",
+        ),
+        (
+            _of_other_sizes,
+            "layers of the same names and sizes: Error.* size mismatch for fc.weight",
+        ),
+        (
+            _with_chainermns_link,
+            "which the comparison converts: got chainermn's MultiNodeBatchNorm",
+        ),
+    ],
+)
+def test_what_is_no_pair_is_an_error_before_any_launch(
+    change: Any, message: str, monkeypatch: Any, capsys: Any
+) -> None:
     require.need("torch", "chainer")
-    with pytest.raises(ValueError, match=r"must have 3 or more samples: got 2 of tests\.parity"):
-        worker.models(SingleProcess(), f"{__name__}:two_samples")
+    from tests.helpers import models
+
+    made = models.pair()
+    monkeypatch.setattr(models, "pair", lambda: change(*made))
+    monkeypatch.setattr(command, "run_workers", None)
+    assert cli.main(["parity", "--model", PAIR]) == 2
+    said = capsys.readouterr()
+    assert re.search(message, said.err), said.err
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
 
 
 def test_a_pair_that_differs_is_found() -> None:

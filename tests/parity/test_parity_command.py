@@ -52,9 +52,10 @@ def test_all_quantities_of_the_chosen_cases_are_measured() -> None:
         assert {error.quantity for error in own} == BOUNDS["float32"].keys()
 
 
-def test_a_pair_of_models_is_compared_on_two_ranks() -> None:
+@pytest.mark.parametrize("function", ["pair", "shared_pair"])
+def test_a_pair_of_models_is_compared_on_two_ranks(function: str) -> None:
     require.need("torch", "chainer")
-    row, counts = _parity("--model", "tests.helpers.models:pair")
+    row, counts = _parity("--model", f"tests.helpers.models:{function}")
     assert row.startswith("gloo x2             models ")
     assert counts == "1 ok"
 
@@ -63,7 +64,9 @@ def test_a_pair_of_models_is_compared_on_two_ranks() -> None:
     "model, why",
     [
         ("tests.helpers.models:pear", "module 'tests.helpers.models' has no attribute 'pear'"),
-        ("tests.helpers.models", "module 'tests.helpers.models' has no attribute ''"),
+        ("tests.helpers.models", "no :FUNCTION"),
+        ("tests.helpers.models:__doc__", "a str, which cannot be called"),
+        ("./m:pair", "the 'package' argument is required to perform a relative import for './m'"),
         ("tests.helpers.moddels:pair", "No module named 'tests.helpers.moddels'"),
         (":pair", "Empty module name"),
     ],
