@@ -115,7 +115,7 @@ class Watchdog:
         self._before = known
         self._key = known.key if known else ""
         self._members: Sequence[object] = known.members if known else ()
-        self._last: object = "the start"  # str() gives the text
+        self._last: object = "the meeting of the group"  # str() gives the text
         self._last_at = time.monotonic()
 
     def exchange_pids(self, allgather: Callable[[Any], list[Any]]) -> None:
@@ -224,7 +224,7 @@ class Watchdog:
                 ConnectionError,
                 f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, which ended or left "
                 f"the group before: {self._describe(text, left, 'left')}. All ranks must take the "
-                "same number of steps; see `join` for data of unequal length.",
+                "same number of steps; in torch, `join` serves data of unequal length.",
             )
         for rank, notice in notices.items():
             if notice.state == "failed":
@@ -302,10 +302,10 @@ class Watchdog:
             )
         self._fail(
             TimeoutError,
-            f"{self._waited(self.timeout, notices, text)}. Find out what keeps it (a model in "
-            "eval(), or one that was not converted there, sends no messages), or call model.eval() "
-            f"on rank {self.rank} if that rank validates alone, or allow for more time: "
-            "MULTIBN_TIMEOUT.",
+            f"{self._waited(self.timeout, notices, text)}. Find out what keeps it: a model in "
+            "eval() (Chainer: train=False), or one not converted there, sends no messages. "
+            f"If rank {self.rank} validates alone, its model must be in eval(), too. Or allow for "
+            "more time: MULTIBN_TIMEOUT.",
         )
 
     def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> str:
@@ -366,7 +366,7 @@ class Watchdog:
         last = "the call before" if text == str(self._last) else self._last
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {last}"
         if not self._peers:
-            return f"no rank was heard of before, {seen}"
+            return "no rank of the group has come so far"
         return "; ".join(
             f"rank {r} (machine {self._peers[r].machine.split()[0]}, pid {self._peers[r].pid}) "
             f"{how or self._state(r)}, {seen}"

@@ -120,8 +120,8 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
             ConnectionError,
             r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], which ended or left the group "
             r"before: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a "
-            r"\(forward\)\. All ranks must take the same number of steps; see `join` for data of "
-            r"unequal length\.",
+            r"\(forward\)\. All ranks must take the same number of steps; in torch, "
+            r"`join` serves data of unequal length\.",
             id="it has left",
         ),
         pytest.param(  # rank 1 has told of rank 3 and ended, before rank 0 looks
@@ -175,9 +175,10 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
     assert re.fullmatch(
         r"rank 0 has waited 0\.7 s in layer1\.0\.bn1 \(forward, float32, call 7\) for rank\(s\) "
         rf"\[1\]: rank 1 \(machine \S+, pid {other.pid}\) {state}, last seen \d\.\d s ago in the "
-        r"start\. Find out what keeps it \(a model in eval\(\), or one that was not converted "
-        r"there, sends no messages\), or call model\.eval\(\) on rank 0 if that rank validates "
-        r"alone, or allow for more time: MULTIBN_TIMEOUT\.",
+        r"meeting of the group\. Find out what keeps it: a model in eval\(\) \(Chainer: "
+        r"train=False\), or one not converted there, sends no messages\. If rank 0 "
+        r"validates alone, its model must be in eval\(\), too\. Or allow for more time: "
+        r"MULTIBN_TIMEOUT\.",
         str(error),
     )
 
@@ -195,8 +196,8 @@ def test_who_waits_says_one_word_before_the_deadline(
         begin = (
             f"multibn: rank 0 has waited 0.6 s in bn (forward, float32, call {call}) for rank(s)"
         )
-        assert said.startswith(f"{begin} [1]: no rank was heard of before, last seen ")
-        assert said.endswith(" ago in the start; an error follows after 0.9 s.")
+        assert said.startswith(f"{begin} [1]: no rank of the group has come so far")
+        assert said.endswith("; an error follows after 0.9 s.")
         assert last == f"multibn: {error}"
 
 
@@ -342,7 +343,7 @@ def test_a_deadline_holds_before_the_ranks_know_each_other(timeout: float) -> No
     assert timeout <= time.monotonic() - start < timeout + 30.0
     assert re.match(
         rf"rank 0 has waited {timeout:g} s in the first exchange for rank\(s\) \[1, 2, 3, 4, 5, 6, "
-        r"7, 8\] and 991 more: no rank was heard of before, last seen \d\.\d s ago in the start\.",
+        r"7, 8\] and 991 more: no rank of the group has come so far\.",
         str(error),
     )
 
