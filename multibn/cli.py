@@ -88,7 +88,7 @@ def _convert(args: argparse.Namespace) -> int:
     multibn convert --prefix updater/model:main snapshot.npz model.pt
     multibn convert --names names.json model.pt model.npz
     """
-    names = json.loads(args.names.read_text(encoding="utf-8")) if args.names else None
+    names = _names(args.names) if args.names else None
     verb = "replaced" if args.dst.exists() else "wrote"
     converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
     width = shutil.get_terminal_size().columns
@@ -97,6 +97,15 @@ def _convert(args: argparse.Namespace) -> int:
         print(textwrap.fill(f"note: {note}", width, subsequent_indent="  ", **whole))
     print(f"{verb} {args.dst}: {len(converted.state)} arrays")
     return 0
+
+
+def _names(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f'--names {path} must be a file with a JSON object, {{"old": "new"}}: {error}'
+        ) from error
 
 
 def _pool(args: argparse.Namespace) -> int:

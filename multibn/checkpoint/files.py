@@ -1,5 +1,6 @@
 """Files of arrays, read by numpy, torch and safetensors: nothing is executed, writing is atomic."""
 
+import errno
 import io
 import os
 import secrets
@@ -76,8 +77,10 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
     """Replace `path`, or the target of the link `path`, by a new file when this is complete."""
-    content = _written(state, path.suffix.lower())
     real = Path(os.path.realpath(path))
+    if not real.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder: make it first", str(real.parent))
+    content = _written(state, path.suffix.lower())
     temporary = real.with_name(f".{real.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
@@ -138,9 +141,13 @@ def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str,
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: array_of(values, key) for key in values if key.startswith(start)}
     if not selected:
-        tops = sorted({f"{key.split(separator)[0]!r:.99}" for key in values})
+        depth = start.count(separator)
+        near = {separator.join(key.split(separator)[:depth]) for key in values}
+        near = {key for key in near if key.startswith(prefix)}  # begun alike
+        tops = near or {key.split(separator)[0] for key in values}
+        found = ", ".join(f"{key!r:.99}" for key in sorted(tops)[:8]) or "no key"
         raise CheckpointError(
-            f"no key is below `prefix` {prefix!r}: found {', '.join(tops[:8]) or 'no'} at the top. "
+            f"no key is below `prefix` {prefix!r}: found {found}{'' if near else ' at the top'}. "
             "Pass another `prefix`, or none."
         )
     return selected

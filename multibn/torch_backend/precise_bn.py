@@ -136,7 +136,7 @@ def update_bn_stats(
     if not any(layer.tracking for layer in layers):
         warnings.warn(
             "`model` has no batch norm layer in training mode with running statistics: nothing to "
-            "update. Call model.train() first.",
+            "update. Call model.train() first, if the model has batch norms.",
             stacklevel=2,
         )
         return
@@ -188,11 +188,15 @@ def _forward(model: nn.Module, batch: Any) -> None:
     has_several = type(batch) in (tuple, list)
     try:
         model(batch[0] if has_several else batch)
-    except (TypeError, AttributeError) as error:
-        raise TypeError(
+    except (TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ValueError) and not has_several:
+            raise
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(
             f"`model({'batch[0]' if has_several else 'batch'})` failed for a batch of type "
             f"{type(batch).__qualname__}: {error} If the model is called in another way, pass it: "
-            "`forward_fn=lambda model, batch: model(**batch)`, or `model(*batch)`, for example."
+            "`forward_fn=lambda model, batch: model(**batch)`, for example; `model(batch)` for "
+            "SlowFast's lists of pathways, or `model(*batch)`."
         ) from error
 
 

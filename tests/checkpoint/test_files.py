@@ -296,6 +296,10 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
     for dst in ("none/b.pt", "folder.pt", "x" * 999 + ".pt"):
         with pytest.raises(OSError, match=rf"\[Errno \d+\] .*: '{tmp_path}/"):
             convert(source, tmp_path / dst)
+    with pytest.raises(OSError, match=rf"no such folder: make it first: '{tmp_path}/none'$"):
+        convert(source, tmp_path / "none/b.pt")
+    with pytest.raises(CheckpointError, match=r"is below `prefix` 'b': found 'bn'\. Pass"):
+        convert(source, tmp_path / "b.pt", prefix="b")
     assert sorted(tmp_path.iterdir()) == before
     assert convert(link, link).state.keys() == convert(source, tmp_path / "b.NPZ").state.keys()
     os.mkfifo(tmp_path / "pipe.npz")

@@ -173,7 +173,13 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
     assert set(torch.load(target, weights_only=True)) == {"m.0.weight", "m.0.bias"}
     names.write_text("{")
     assert cli.main(convert) == 2
-    assert capsys.readouterr().err.startswith("multibn convert: Expecting property name")
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"multibn convert: --names {names} must be a file with a JSON object, {{"
+    )
+    assert "Expecting property name" in said
+    assert cli.main([*convert[:-1], str(tmp_path / "none.json")]) == 2
+    assert "none.json must be a file with a JSON object" in capsys.readouterr().err
 
 
 def test_without_torch_the_errors_say_what_to_install(tmp_path: Path) -> None:

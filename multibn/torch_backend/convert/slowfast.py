@@ -37,6 +37,8 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
 
     Raises
     ------
+    TypeError
+        If `cfg` is no config.
     NotImplementedError
         If BN.NORM_TYPE is missing or none of the four, as in PySlowFast.
 
@@ -48,6 +50,11 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     >>> type(layer).__name__, layer.num_splits
     ('SubBatchNorm3d', 4)
     """
+    if not hasattr(cfg, "get"):
+        raise TypeError(
+            f"`cfg` must be a config with a node BN, a CfgNode or a dict: got {cfg!r} of type "
+            f"{type(cfg).__qualname__}."
+        )
     bn = cfg.get("BN", {})
     devices = bn.get("NUM_SYNC_DEVICES", 1)
     options = {"num_sync_devices": devices, "global_sync": bn.get("GLOBAL_SYNC", False)}

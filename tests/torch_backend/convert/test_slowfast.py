@@ -81,3 +81,7 @@ def test_what_is_wrong_is_named(kind: Any) -> None:
         message = f"BN.NORM_TYPE` must be one of {known}: got {got}"
         with pytest.raises(NotImplementedError, match=message):  # as in PySlowFast
             get_norm(cfg)
+    with pytest.raises(
+        TypeError, match=r"a config with a node BN, .*: got 'batchnorm' of type str"
+    ):
+        get_norm("batchnorm")

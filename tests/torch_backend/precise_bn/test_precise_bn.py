@@ -16,6 +16,7 @@ from multibn.torch_backend import (
     NaiveSyncBatchNorm2d,
     SubBatchNorm1d,
     SubBatchNorm2d,
+    SubBatchNorm3d,
     SyncBatchNorm,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
@@ -361,6 +362,9 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
     ):
         with pytest.raises(TypeError, match=call + ".*pass it: `forward_fn=lambda"):
             precise(model, [batch])
+    for layer in (nn.BatchNorm3d(3), SubBatchNorm3d(2, 3)):  # of one pathway of a list, without N
+        with pytest.raises(ValueError, match=r"of type list: .* for SlowFast's lists of"):
+            precise(layer, [[torch.ones(4, 3, 8, 8)]])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
