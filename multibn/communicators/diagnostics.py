@@ -49,6 +49,8 @@ def group_ranks_by(answers: Iterable[str], preposition: str = "in") -> str:
 
 def senders(marks: Sequence[float], size: int) -> str:
     """The ranks that have sent marks, see `multibn.wire`."""
+    if size == 1:
+        return "this process"
     ranks = wire.marked(marks)
     return f"rank(s) {ranks} of {size}" if ranks else "some rank"
 

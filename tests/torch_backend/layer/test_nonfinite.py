@@ -62,7 +62,7 @@ def test_a_skipped_batch_leaves_no_trace_in_any_form(form: str, momentum: float 
     FORMS[form](layer, bad().nan_to_num(posinf=1.0))
     before = state(layer)
     x = bad().requires_grad_()
-    with pytest.warns(RuntimeWarning, match=r"rank 0 of 1 has skipped a batch in .*on rank.s. .0."):
+    with pytest.warns(RuntimeWarning, match=r"rank 0 of 1 has skipped a batch in .*on this process"):
         y = FORMS[form](layer, x)
     y.sum().backward()
     assert x.grad is not None
@@ -74,7 +74,7 @@ def test_a_skipped_batch_leaves_no_trace_in_any_form(form: str, momentum: float 
 
 def test_batches_of_batches_are_an_error() -> None:
     layer = SyncBatchNorm(3, affine=False, track_running_stats=False)
-    with pytest.raises(FloatingPointError, match=r"are not finite: .* on rank\(s\) \[0\] of 1"):
+    with pytest.raises(FloatingPointError, match=r"are not finite: .* on this process"):
         torch.func.vmap(torch.func.vmap(layer))(bad(torch.float32, 2, 2, 4, 3))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_origin, get_type_hints
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from multibn._typing import check_choice, check_int, check_ints, check_number
 from multibn.torch_backend.layer.modules import SyncBatchNorm
@@ -34,7 +35,7 @@ _FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(\d+(?:\.\d+)?))?(_(\d+(?:\.
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
 # Keys that become no option, with the one value that they may have, and SlowFast's default.
 _FIXED = {
-    "MVIT.REV.ENABLE": (True, False, "another model"),
+    "MVIT.REV.ENABLE": (True, False, "which is another model"),
     "MVIT.REV.RES_PATH": ("conv", "conv", "with which SlowFast's own model fails"),
     "DETECTION.ENABLE": (False, False, "and this is a classifier"),
 }
@@ -191,7 +192,8 @@ class RevMViTConfig:
                 check_int(name, value)
             elif hint is float:
                 check_number(name, value, _INTERVALS.get(name, "[0, 1)"))
-        if not (callable(self.norm) or self.norm in _NORMS):
+        is_norm = isinstance(self.norm, type) and issubclass(self.norm, _NormBase)  # for itself
+        if is_norm or not (callable(self.norm) or self.norm in _NORMS):
             raise ValueError(
                 f"`norm` must be one of {', '.join(map(repr, _NORMS))} or a function (dim, role) "
                 f"-> nn.Module: got {self.norm!r}. Other batch norms go in as functions: "

@@ -161,7 +161,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 @pytest.mark.parametrize(
     "cfg, message",
     [
-        (tree(REV={"ENABLE": False}), r"`cfg.MVIT.REV.ENABLE` must be True: got False"),
+        (tree(REV={"ENABLE": False}), r"`cfg.MVIT.REV.ENABLE` must be True: got False, which is"),
         ({"MODEL": {"NUM_CLASSES": 4}}, r"`cfg.MVIT.REV.ENABLE` must be True: got False"),
         (
             tree(REV={"ENABLE": True, "RES_PATH": "max"}),
@@ -169,6 +169,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         ),
         (tree(EMBED_DIMS=32), r"`cfg` has keys that no reversible MViT reads: MVIT.EMBED_DIMS"),
         ({**tree(), "DETECTION": {"ENABLE": True}}, r"`cfg.DETECTION.ENABLE` must be False"),
+        (tree(NORM=torch.nn.BatchNorm1d), r"a function .*: got <class '.*BatchNorm1d'>\. Other"),
         (tree(NORM="batch"), r"`norm` must be one of 'layernorm', .* got 'batch'"),
     ],
 )
