@@ -12,7 +12,8 @@ from typing import Any
 from multibn._platform import find_command, importable
 from multibn.parity.cases import CASES, select
 from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
-from multibn.parity.worker import SURFACES, Error, find, pair
+from multibn.parity.pair import find, pair
+from multibn.parity.worker import SURFACES, Error
 
 # The modules that surfaces and communicators need.
 NEEDS = {
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     print("Each row has the error that is largest beside its bound.")
     print(f"{'over x ranks':19} layers  error {'of quantity, in case':36} verdict", flush=True)
     surfaces, options = (
-        (["models"], {"model": args.model}) if args.model else (SURFACES, {"cases": names})
+        (["models"], {"path": args.model}) if args.model else (SURFACES, {"cases": names})
     )
     launches = [
         (over, size)
@@ -114,14 +115,15 @@ def _progress(total: int) -> Iterator[Callable[[int], object]]:
 
 
 def launch(over: str, size: int, surfaces: Iterable[str], **options: Any) -> list[str]:
-    """The verdicts of one launch, printed: `worker.measure` of the surfaces that can run here."""
+    """The verdicts of one launch, printed: the errors of the surfaces that can run here."""
     absent = {surface: missing(surface, over) for surface in surfaces}
     found = {surface: ("not run", f"not run: {reason}") for surface, reason in absent.items()}
     able = [surface for surface, reason in absent.items() if not reason]
     try:
         if able:
-            function = "multibn.parity.worker.measure"
-            options["surfaces"] = able
+            function = "multibn.parity.pair.models"
+            if able != ["models"]:
+                function, options["surfaces"] = "multibn.parity.worker.measure", able
             ranks = run_workers(function, over, size, timeout=TIMEOUT, **options)
             errors = [Error(*error) for rank in ranks for error in rank]
             found |= {name: judge([e for e in errors if e.surface == name]) for name in able}

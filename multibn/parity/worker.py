@@ -1,21 +1,18 @@
-"""The work of each rank of the parity command: trains layers or models, and finds their errors.
+"""The work of each rank of the parity command: trains layers, and finds their errors.
 
 A surface is a framework's layer or model behind one small interface of NumPy arrays. A rank
 compares when all communication is over, so that it cannot fail and leave the other ranks waiting
 in a collective. Only functions import frameworks.
 """
 
-import importlib
-import math
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from multibn.communicators import Communicator, SingleProcess
+from multibn.communicators import Communicator
 from multibn.parity import oracle
 from multibn.parity.cases import CASES, CHANNELS, EPS, MOMENTUM, Case
 from multibn.parity.oracle import Array
@@ -24,12 +21,6 @@ from multibn.parity.oracle import Array
 Arrays = dict[str, Array]
 
 QUANTITIES = ("y", "dx", "dweight", "dbias", "running_mean", "running_var")  # of a step
-
-# Bounds of models, wider than those of single layers: rounding errors grow with depth.
-OF_MODELS = {
-    "float32": {"y": 1e-4, "dx": 1e-3, "eval": 1e-4},
-    "float64": {"y": 1e-10, "dx": 1e-9, "eval": 1e-10},
-}
 
 
 class Error(NamedTuple):
@@ -164,11 +155,9 @@ SURFACES: dict[str, Any] = {"torch": torch_layer, "chainer": chainer_layer}
 
 
 def measure(
-    communicator: Communicator, surfaces: Sequence[str], cases: Sequence[str] = (), model: str = ""
+    communicator: Communicator, surfaces: Sequence[str], cases: Sequence[str]
 ) -> list[Error]:
-    """This rank's errors of layers in the cases of these names, or of models. Collective."""
-    if model:
-        return models(communicator, model)
+    """This rank's errors of layers in the cases of these names. Collective."""
     arrays = {
         (case, surface): train(surface, case, communicator)
         for case in CASES
@@ -232,190 +221,3 @@ def compare(surface: str, case: Case, got: Arrays, rank: int, size: int) -> list
         error, bound = oracle.relative_error(got[key], array), case.bound(quantity)
         errors.append(Error(error / bound, error, bound, quantity, case.name, surface))
     return errors
-
-
-def models(communicator: Communicator, function: str) -> list[Error]:
-    """The errors of a pair of the user's models, which "module:function" returns. Collective.
-
-    Each rank has a part of the example input, and batch normalization is synchronized; alone, the
-    models get the whole input. Where options of layers differ, these are the errors.
-    """
-    torch_model, chainer_model, x, unlike = pair(function)
-    if unlike:
-        return unlike
-    alone = _steps(torch_model, chainer_model, x)
-    torch_model, chainer_model, *_ = pair(function, communicator)
-    indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
-    shared = _steps(torch_model, chainer_model, x[indices])
-    errors = []
-    for name, bound in OF_MODELS[x.dtype.name].items():
-        torchs, chainers = (arrays[name] for arrays in alone)
-        of_torch, of_chainer = (arrays[name] for arrays in shared)
-        for case, got, right in (
-            ("torch and chainer alone", torchs, chainers),
-            ("torch and chainer on ranks", of_torch, of_chainer),
-            ("torch alone and on ranks", of_torch, torchs[indices]),
-            ("chainer alone and on ranks", of_chainer, chainers[indices]),
-        ):
-            error = oracle.relative_error(got, right, chainers)
-            errors.append(Error(error / bound, error, bound, name, case, "models"))
-    return errors
-
-
-def _unlike(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
-    """An error for each pair of layers of one name whose options differ."""
-    links = {path[1:].replace("/", "."): link for path, link in chainer_model.namedlinks()}
-    for name, layer in torch_model.named_modules():
-        link: Any = links.get(name)
-        if not (hasattr(layer, "eps") and hasattr(link, "eps")):
-            continue
-        options: dict[str, list[Any]] = {"eps": [layer.eps, link.eps]}
-        if hasattr(layer, "running_var") and hasattr(link, "avg_var"):
-            options["momentum (1 - decay)"] = [layer.momentum, round(1 - link.decay, 12)]
-            options["weight (gamma)"] = [layer.weight is not None, link.gamma is not None]
-            options["bias (beta)"] = [layer.bias is not None, link.beta is not None]
-            options["running_var (avg_var)"] = [
-                getattr(layer, "running_var_convention", "unbiased_global"),
-                getattr(link, "avg_var_convention", "unbiased_global"),
-            ]
-        for option, (torchs, chainers) in options.items():
-            if torchs != chainers:
-                text = f"{option} is {torchs} in torch, {chainers} in Chainer"
-                yield Error(math.inf, math.inf, 0.0, option, name, "models", text)
-
-
-def find(path: str) -> Callable[[], Any]:
-    """The user's function that "module:function" names."""
-    import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
-
-    module, _, name = path.partition(":")
-    if not name:
-        raise ValueError("no :FUNCTION")
-    found = getattr(importlib.import_module(module), name)
-    if not callable(found):
-        raise ValueError(f"a {type(found).__qualname__}, which cannot be called")
-    return cast(Callable[[], Any], found)
-
-
-def pair(
-    path: str, communicator: Communicator | None = None
-) -> tuple[Any, Any, Array, list[Error]]:
-    """The user's models, their input, and the errors of their options.
-
-    The batch normalizations share with nobody, or with the ranks of a communicator. Without
-    errors, torch's model has the state of Chainer's. Raises ValueError for what is no pair.
-    """
-    function = find(path)  # makes Chainer importable
-    import torch
-    from chainer.serializers import DictionarySerializer
-
-    from multibn import checkpoint
-    from multibn.chainer_backend import create_mnbn_model
-    from multibn.torch_backend import convert_sync_batchnorm
-
-    # All calls must return models with the same weights.
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
-    try:
-        found = function()
-    except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise ValueError(
-            f"{path} has raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
-        ) from error
-    torch_model, chainer_model, x = _checked(path, found)
-    is_shared = _set_ranks(path, torch_model, chainer_model, SingleProcess())
-    for framework, surface in (("torch", Torch(torch_model)), ("Chainer", Chainer(chainer_model))):
-        try:
-            shape = surface.evaluate(x).shape  # links that wait for an input get their size
-        except Exception as error:
-            raise ValueError(
-                f"the {framework} model of {path} must take the example input, {x.dtype} of shape "
-                f"{x.shape}, and return an array: got {type(error).__name__}: {error}"
-            ) from error
-        if shape[:1] != x.shape[:1]:
-            raise ValueError(
-                f"the {framework} model of {path} must return an entry for each of {len(x)} "
-                f"samples: got shape {shape}. Return the output, not a loss."
-            )
-    if unlike := list(_unlike(torch_model, chainer_model)):
-        return torch_model, chainer_model, x, unlike
-    serializer = DictionarySerializer()
-    serializer.save(chainer_model)
-    state = checkpoint.chainer_to_torch(serializer.target).state
-    try:
-        torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
-    except RuntimeError as error:
-        raise ValueError(
-            f"the models of {path} must have layers of the same names and sizes: "
-            f"{' '.join(str(error).split())}"
-        ) from error
-    if communicator is not None:
-        _set_ranks(path, torch_model, chainer_model, communicator)
-        torch_model = convert_sync_batchnorm(torch_model, communicator)
-        if not is_shared:
-            chainer_model = create_mnbn_model(chainer_model, communicator)
-    return torch_model, chainer_model, x, []
-
-
-def _checked(path: str, found: Any) -> tuple[Any, Any, Array]:
-    """What the user's function has returned, if that is a pair and an example input."""
-    import chainer
-    from chainer import links as L
-    from torch import nn
-
-    each = found if isinstance(found, tuple) else (found,)
-    kinds = nn.Module, chainer.Link, np.ndarray
-    if len(each) != 3 or not all(map(isinstance, each, kinds)):
-        raise ValueError(
-            f"{path} must return a torch.nn.Module, a chainer.Link and a NumPy array: got "
-            f"{', '.join(type(v).__qualname__ for v in each)}."
-        )
-    torch_model, chainer_model, x = each
-    if isinstance(chainer_model, L.Classifier):
-        raise ValueError(
-            f"{path} must return a model without a loss: got an L.Classifier. Return its predictor."
-        )
-    if x.dtype.name not in OF_MODELS:
-        raise ValueError(f"the example input must be float32 or float64: got {x.dtype} of {path}.")
-    if len(x) < 3:  # two become 1 and -1, and dx is 0
-        raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
-    return torch_model, chainer_model, x
-
-
-def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communicator) -> bool:
-    """Give the layers of multibn's these ranks; whether a model of Chainer's has such links only.
-
-    Other layers that share cannot be given any.
-    """
-    from multibn.chainer_backend import MultiNodeBatchNormalization
-    from multibn.torch_backend import SyncBatchNorm
-
-    # isort: split
-    from chainer import links as L
-    from torch import nn
-
-    links = list(chainer_model.links())
-    for layer in (*torch_model.modules(), *links):
-        if isinstance(layer, SyncBatchNorm):
-            layer.process_group = ranks
-        elif isinstance(layer, MultiNodeBatchNormalization):
-            layer.comm = ranks
-        elif isinstance(layer, nn.SyncBatchNorm) or "MultiNode" in type(layer).__name__:
-            kind = f"{type(layer).__module__.partition('.')[0]}'s {type(layer).__qualname__}"
-            raise ValueError(
-                f"the models of {path} must have the layers of one process, nn.BatchNorm2d and "
-                f"L.BatchNormalization for example, which the comparison converts: got {kind}."
-            )
-    has = [any(isinstance(v, kind) for v in links)
-           for kind in (MultiNodeBatchNormalization, L.BatchNormalization)]  # fmt: skip
-    return has == [True, False]
-
-
-def _steps(torch_model: Any, chainer_model: Any, x: Array) -> list[Arrays]:
-    """A step of training and an evaluation of each model."""
-    surfaces: tuple[Any, ...] = Torch(torch_model), Chainer(chainer_model)
-    return [
-        dict(zip(("y", "dx", "eval"), (*surface.train(x), surface.evaluate(x)), strict=True))
-        for surface in surfaces
-    ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, cli
-from multibn.parity import cases, command, oracle, worker
+from multibn.parity import cases, command, oracle, pair, worker
 from multibn.parity import launch as _launch
 from multibn.parity.cases import BOUNDS, CASES, Case
 from multibn.parity.launch import WorkerError
@@ -193,9 +193,9 @@ def test_ranks_find_the_users_modules(monkeypatch: Any) -> None:
 
 def unlike() -> Any:
     """A pair of which one gives other numbers."""
-    from tests.helpers.models import pair
+    from tests.helpers import models
 
-    torch_model, chainer_model, x = pair()
+    torch_model, chainer_model, x = models.pair()
     torch_model.fc.register_forward_hook(lambda module, args, y: 1.5 * y)
     return torch_model, chainer_model, x
 
@@ -236,7 +236,7 @@ def test_options_that_differ_are_named_before_any_number(
     with chainer_model.init_scope():
         chainer_model.bn = make(4, **{"eps": 1e-5} | of_chainer)
     monkeypatch.setattr(models, "pair", lambda: (torch_model, chainer_model, x))
-    found = worker.models(SingleProcess(), PAIR)
+    found = pair.models(SingleProcess(), PAIR)
     assert [e.text for e in found] == texts
     assert verdicts_of(monkeypatch, [e._replace(surface="torch") for e in found], "chainer")[0] == (
         "BROKEN"
@@ -333,7 +333,7 @@ def test_what_is_no_pair_is_an_error_before_any_launch(
 
 def test_a_pair_that_differs_is_found() -> None:
     require.need("torch", "chainer")
-    errors = worker.models(SingleProcess(), f"{__name__}:unlike")
+    errors = pair.models(SingleProcess(), f"{__name__}:unlike")
     alike = {f"{framework} alone and on ranks" for framework in ("torch", "chainer")}
     assert {e.case for e in errors if e.ratio <= 1} == alike
     assert {(e.case, e.quantity) for e in errors if e.ratio > 1} == {
