@@ -134,7 +134,7 @@ def aggregate(
     Raises
     ------
     ValueError
-        If `weighting` is none of the three.
+        If `weighting` is unknown.
     RuntimeError
         On every rank, if another rank called `refuse` (host arrays only).
     FloatingPointError

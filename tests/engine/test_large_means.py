@@ -8,6 +8,7 @@ import pytest
 
 from multibn import SingleProcess, kernels
 from multibn.engine import plan
+from multibn.engine.masks import WEIGHTINGS
 from multibn.engine.plan import NormArgs
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
@@ -30,7 +31,7 @@ def moments(x: Any, communicator: Any, **options: Any) -> tuple[Any, Any, int]:
     "mean, weighting, masked, dtype, native",
     spread(
         MEANS,
-        ["element", "sample", "rank"],
+        [*WEIGHTINGS],
         [False, True],
         over=[["float64", "float32"], [True, False]],
     ),

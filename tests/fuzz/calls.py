@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from multibn import kernels
+from multibn.engine.masks import WEIGHTINGS
 
 Array = NDArray[Any]
 
@@ -91,7 +92,7 @@ def calls(draw: Any, dtypes: tuple[str, ...]) -> Call:
         train=_mostly(draw, True, False, odds=4),
         momentum=draw(st.sampled_from((0.1, None, 0.0, 1.0))),
         eps=draw(st.sampled_from((1e-5, 2e-5, 1e-3, 1.0, 1e-12))),
-        weighting=_mostly(draw, "element", "sample", "rank", odds=2),
+        weighting=_mostly(draw, *WEIGHTINGS, odds=2),
         running_var=_mostly(draw, "unbiased_global", "unbiased_local", "biased", odds=2),
         parameters=draw(st.sampled_from(((True, True),) * 4 + ((True, False), (False, False)))),
         parameter_dtype=_mostly(draw, "float32", *FLOATS, odds=2),

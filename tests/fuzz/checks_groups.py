@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from multibn import Communicator
+from multibn.engine.masks import WEIGHTINGS
 from multibn.parity import oracle
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from tests.communicators.checks_handshake import _numbers_restored
@@ -20,7 +21,7 @@ from tests.harness.runs import on
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "eps": (1e-5, 1e-3, 10.0),
-    "weighting": ("element", "sample", "rank"),
+    "weighting": tuple(WEIGHTINGS),
     "nonfinite": (None, "raise", "skip"),
 }
 
@@ -32,12 +33,12 @@ def check_a_function_whose_options_change_is_right_or_an_error(world: Communicat
             C = int(rng.integers(1, 4))
             xs = [rng.standard_normal((n, C)) for n in rng.integers(0, 4, world.size)]
             xs[0] = rng.standard_normal((3, C))
-            mine = {name: values[rng.integers(3)] for name, values in OPTIONS.items()}
+            mine = {name: values[rng.integers(len(values))] for name, values in OPTIONS.items()}
             name, other_rank = rng.choice([*OPTIONS]), rng.integers(world.size)
             others = [value for value in OPTIONS[name] if value != mine[name]]
             x = torch.from_numpy(xs[world.rank])
             if rng.random() < 0.3:
-                other = mine | {name: others[rng.integers(2)]}
+                other = mine | {name: others[rng.integers(len(others))]}
                 with pytest.raises(ValueError, match=f"differently: .*{name}="):
                     sync_batch_norm(
                         x, process_group=world, **other if world.rank == other_rank else mine

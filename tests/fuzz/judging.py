@@ -248,9 +248,7 @@ def _compare_training(call: Call, steps: list[Step], means: bool) -> None:
         _close(f"y on rank {rank}", step.y, y, dtype, bound + 2 * out * np.abs(y))
         if step.dx is not None and x.size:
             dx = want.dx[rank]
-            share = {
-                "element": 1.0, "sample": count / x[:, 0].size, "rank": count / x[:, 0].size,
-            }[call.weighting]  # fmt: skip
+            share = 1.0 if call.weighting == "element" else count / x[:, 0].size
             error = (
                 np.abs(weight) * s * g * (1 + share * (1 + xhat**2)) * (K * u + condition + dxhat)
             )

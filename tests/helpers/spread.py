@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+from multibn.engine.masks import WEIGHTINGS
+
 # The options of a layer, each with values that are not the default.
 OTHERS: dict[str, list[Any]] = {
     "eps": [0.3],
@@ -11,7 +13,7 @@ OTHERS: dict[str, list[Any]] = {
     "affine": [False],
     "bias": [False],
     "track_running_stats": [False],
-    "weighting": ["sample", "rank"],
+    "weighting": [*WEIGHTINGS][1:],
     "running_var": ["unbiased_local", "biased"],
     "nonfinite": ["skip"],
     "fuse_relu": [True],

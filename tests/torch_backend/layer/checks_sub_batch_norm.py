@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from multibn.communicators import Communicator
+from multibn.engine.masks import WEIGHTINGS
 from multibn.parity import oracle
 from multibn.torch_backend import SubBatchNorm2d, SubBatchNorm3d
 from tests.harness.runs import on, only
@@ -34,7 +35,7 @@ def check_splits_are_those_of_the_global_batch(world: Communicator) -> None:
     xs = [rank + (1 + rank) * rng.normal(size=shape) for rank, shape in enumerate(shapes)]
     dys = [rng.normal(size=shape) for shape in shapes]
     weight, bias = rng.normal(1, 0.3, C), rng.normal(0, 0.3, C)
-    for weighting in ("element", "sample", "rank"):
+    for weighting in WEIGHTINGS:
         layer = _layer(
             SPLITS, C, process_group=world, weighting=weighting, momentum=1.0, dtype=torch.float64
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multibn import SingleProcess
+from multibn.engine.masks import WEIGHTINGS
 from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
     SyncBatchNorm,
@@ -244,7 +245,7 @@ def test_a_reverted_layer_takes_masks(tracks: bool) -> None:
     torch.testing.assert_close(*(layer.state_dict() for layer in layers), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_a_mask_that_leaves_nothing_is_an_error_on_every_rank(weighting: Any) -> None:
     """But an empty batch is none, if all ranks have one."""
 
