@@ -65,13 +65,17 @@ def collect() -> dict[str, Any]:
     return {"works here": works, "machine": machine, "versions": versions, **facts}
 
 
+def _listed(parts: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
 def _what_works(
     versions: dict[str, str | None], kernels: dict[str, str], messages: dict[str, str]
 ) -> str:
     """One sentence about the frameworks, and the launchers under which each can run."""
     launchers = {name for name, way in messages.items() if not way.startswith("nothing")}
     works = [
-        " and ".join([f"{framework} in one process", *(f"under {name}" for name in sorted(able))])
+        f"{framework} {_listed(['in one process', *(f'under {name}' for name in sorted(able))])}"
         for framework, able in (("torch", launchers), ("chainer", launchers & {"mpiexec"}))
         if versions[framework]
     ]

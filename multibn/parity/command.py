@@ -139,7 +139,8 @@ def judge(errors: Sequence[Error]) -> tuple[str, str]:
     """The verdict, "ok" or "BROKEN", and its line with one for each broken case."""
     worst = max(errors)
     verdict = "BROKEN" if worst.ratio > 1 else "ok"
-    lines = [f"{worst.error:5.0e} {f'{worst.quantity}, {worst.case}':36} {verdict}"]
+    error = "-" if worst.text else f"{worst.error:.0e}"  # of an option
+    lines = [f"{error:>5} {f'{worst.quantity}, {worst.case}':36} {verdict}"]
     # The worst of each case, and once for all ranks each option that differs.
     broken = {(e.case, e.text): e for e in sorted(errors) if e.ratio > 1}
     for e in broken.values():

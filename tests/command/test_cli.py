@@ -57,6 +57,10 @@ def _said(monkeypatch: Any, *present: str) -> str:
         ([], '"torch": null'),
         ([], '"works here": "nothing: pip install'),
         (["torch"], '"works here": "torch in one process and under torchrun'),
+        (
+            ["torch", "mpi4py"],
+            '"works here": "torch in one process, under mpiexec and under torchrun',
+        ),
         (["torch"], '"GPU": "no GPU found; for one: pip install torch \'triton>=3.4\''),
         (["triton", "a GPU"], '"GPU": "reference (slow): pip install torch \'triton>=3.4\''),
         (["torch", "triton"], '"GPU": "Triton, launched by torch, when there is a GPU"'),

@@ -242,6 +242,7 @@ def test_options_that_differ_are_named_before_any_number(
         "BROKEN"
     )
     lines = capsys.readouterr().out.splitlines()
+    assert re.match(r".*     - [a-z].*, bn +BROKEN$", lines[0])
     assert lines[1] == f"    bn: {texts[0]}"
 
 
