@@ -116,6 +116,7 @@ LACKS = {
     "split": "nonfinite fuse_relu weighting",
     "function": "nonfinite fuse_relu num_splits momentum running_var track_running_stats",
     "link": "nonfinite num_splits track_running_stats",
+    "converted link": "nonfinite num_splits track_running_stats fuse_relu",
 }
 
 
@@ -144,6 +145,14 @@ def _masked(layer: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
     return _step(partial(layer, lengths=lengths), layer, x, dy)
 
 
+def _of_mixed_dtypes(layer: Any, x: Tensor) -> Tensor:
+    """Torch's own function refuses these."""
+    if layer.weight is not None:
+        layer.weight.data = layer.weight.data.float()
+    y: Tensor = layer(x)
+    return y
+
+
 STEPS: dict[str, Callable[..., list[Tensor]]] = {
     "eager": lambda layer, x, dy: _step(layer, layer, x, dy),
     "compiled": _compiled,
@@ -156,6 +165,7 @@ EVALUATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "eager": lambda layer, x: layer(x),
     "compiled": lambda layer, x: torch.compile(layer, backend="aot_eager")(x),
     "masked": lambda layer, x: layer(x, mask=torch.ones(len(x), x.shape[2], dtype=torch.bool)),
+    "mixed dtypes": _of_mixed_dtypes,
     "exported": lambda layer, x: torch.export.export(layer, (x,)).module()(x),
 }
 # A layer, and how it trains and evaluates.
@@ -165,7 +175,9 @@ WAYS = [
     *((name, "eager", "exported") for name in ("layer", "sub", "own forward", "own call")),
     *((name, "compiled", "compiled") for name in ("sub", "own call")),
     *((name, "double backward", "eager") for name in ("sub", "own call")),
+    ("layer", "eager", "mixed dtypes"),
     ("link", "eager", "eager"),
+    ("converted link", "eager", "eager"),
     ("link", "double backward", "eager"),
 ]
 WAYS = list(dict.fromkeys(WAYS))
@@ -210,7 +222,12 @@ def _train_link(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[st
     words |= {"avg_var": o["running_var"], "decay": 1 - (o["momentum"] or 0)}
     words |= {"initial_gamma": WEIGHT, "initial_beta": BIAS, "dtype": np.float64}
     words |= _of(o, "eps weighting nonfinite fuse_relu")
-    link = cb.MultiNodeBatchNormalization(C, comm, **words)
+    if way[0] == "link":
+        link: Any = cb.MultiNodeBatchNormalization(C, comm, **words)
+    else:
+        given = {name: words.pop(name) for name in ("avg_var", "weighting", "nonfinite")}
+        del words["fuse_relu"]
+        link = cb.create_mnbn_model(chainer.links.BatchNormalization(C, **words), comm, **given)
     link.avg_var[:] = 1
     parameters = {"dweight": link.gamma, "dbias": link.beta}
     parameters = {key: p for key, p in parameters.items() if p is not None}
@@ -296,7 +313,7 @@ def test_every_option_is_tried() -> None:
 def test_an_option_does_what_it_says(way: Way, option: str, value: Any) -> None:
     o = DEFAULTS | {option: value}
     torch._dynamo.reset()
-    train = partial(_train_link if way[0] == "link" else _train, way, o)
+    train = partial(_train_link if "link" in way[0] else _train, way, o)
     ranks = run_ranks(2, train)
     wrong = []
     for rank, (found, right) in enumerate(zip(ranks, _expected(way[0], o), strict=True)):
@@ -320,7 +337,7 @@ def test_nonfinite_does_what_it_says(way: Way, nonfinite: str) -> None:
     torch._dynamo.reset()
     first, (own, other) = XS
     o, xs = DEFAULTS | {"nonfinite": nonfinite}, [first, [own, other * np.nan]]
-    train = partial(_train_link if way[0] == "link" else _train, way, o, xs=xs)
+    train = partial(_train_link if "link" in way[0] else _train, way, o, xs=xs)
     if nonfinite == "raise":
         with pytest.raises(FloatingPointError):
             run_ranks(2, train)
