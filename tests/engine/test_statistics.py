@@ -141,7 +141,8 @@ def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting
 def test_each_weighting_is_a_word_of_the_signatures_and_of_the_documents() -> None:
     assert get_args(Weighting) == tuple(WEIGHTINGS), "`_typing.Weighting` must list WEIGHTINGS"
     conventions = (ROOT / "docs/conventions.md").read_text()
-    assert all(f'`"{word}"`' in conventions for word in WEIGHTINGS)
+    missing = [word for word in WEIGHTINGS if f'`"{word}"`' not in conventions]
+    assert not missing, f"docs/conventions.md must say what these weightings are: {missing}"
 
 
 def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:

@@ -13,7 +13,7 @@ OTHERS: dict[str, list[Any]] = {
     "affine": [False],
     "bias": [False],
     "track_running_stats": [False],
-    "weighting": [*WEIGHTINGS][1:],
+    "weighting": [word for word in WEIGHTINGS if word != "element"],
     "running_var": ["unbiased_local", "biased"],
     "nonfinite": ["skip"],
     "fuse_relu": [True],
