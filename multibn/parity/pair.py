@@ -89,7 +89,7 @@ def pair(
 
 
 def _made(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Array]:
-    """What the user's function returns, if that is a pair and an example input."""
+    """The pair and the example input that the user's function returns; raises for anything else."""
     import chainer
     import torch
     from chainer import links as L

@@ -189,7 +189,7 @@ def passes(
 
 
 def by_coefficients(i: NormArgs, coefficients: Any, dy: Any = None) -> Any:
-    """What compiled code makes of a pass's coefficients, before the residual and the ReLU."""
+    """The array that compiled code makes of coefficients, before the residual and the ReLU."""
     centre, scale, *of_dy, shift = (np.expand_dims(exact(v), i.axis) for v in coefficients)
     made = (exact(i.x) - centre) * scale + shift
     made = made if dy is None else made + dy * of_dy[0]
