@@ -263,6 +263,11 @@ class ChannelCommunicator(Handle, ABC):
         return self.allreduce_on_device(x)
 
 
+def channel_of(group: Any, /) -> Channel | None:
+    """The channel of a group that is `resolved`; None where all its messages are arrays."""
+    return group.channel if isinstance(group, ChannelCommunicator) else None
+
+
 def spin_seconds(num_ranks: int = 1) -> float:
     """How long a rank that waits only offers its core, and wakes without delay.
 

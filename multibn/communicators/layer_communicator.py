@@ -19,12 +19,18 @@ from multibn._typing import Array
 from multibn.communicators import nonfinite
 from multibn.communicators.channel import (
     Buffer,
-    Channel,
     ChannelCommunicator,
     HostArray,
+    channel_of,
     raise_for_kinds,
 )
-from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
+from multibn.communicators.communicator import (
+    Communicator,
+    Forwarding,
+    SingleProcess,
+    gather,
+    resolved,
+)
 from multibn.communicators.diagnostics import (
     ALIKE,
     alike,
@@ -126,7 +132,7 @@ class LayerCommunicator(Forwarding):
         call for a group of ranks; torch's default process group may have been made anew since.
         """
         key = phase, dtype, needs_gradient, finetune, n
-        group = self.resolve()
+        group = resolved(self)
         known = self.phases.get(key)
         if known is None or not known.is_over(group):
             known = self.phases[key] = LayerPhase(self, group, *key, like)
@@ -145,8 +151,7 @@ def refuse(communicator: Any, error: Exception) -> None:
 
     Without a word to those of a communicator that has no channel. Collective.
     """
-    group = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
-    channel = group.channel if isinstance(group, ChannelCommunicator) else None
+    channel = channel_of(resolved(communicator))
     if channel is not None and channel.size > 1:
         log_to_stderr(str(error))
         channel.refuse()
@@ -202,9 +207,7 @@ class LayerPhase(Forwarding):
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
         self._group = group
-        self._channel: Channel | None = (
-            group.channel if isinstance(group, ChannelCommunicator) else None
-        )
+        self._channel = channel_of(group)
         # A message's memory is nobody else's.
         is_ours = isinstance(group, ChannelCommunicator)
         self._reduce = group.allreduce_in_place if is_ours else group.allreduce
@@ -220,8 +223,7 @@ class LayerPhase(Forwarding):
 
     def is_over(self, group: Any) -> bool:
         """Whether the messages still go to the ranks of `group`."""
-        is_same = group is self._group
-        return is_same and (self._channel is None or self._channel is group.channel)
+        return group is self._group and self._channel is channel_of(group)
 
     def _look_up(self) -> Any:
         return self._group
@@ -307,7 +309,7 @@ class LayerPhase(Forwarding):
         layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
         call = self._call(self._calls + 1)
         with on_device_of(like):
-            name, self._known = handshake(layer, self._group, self._channel, channels, call)
+            name, self._known = handshake(layer, self._group, channels, call)
         # With the width: layers of one name may meet in a message.
         layer_name, _, number = name.rpartition(" ")
         which = f"{channels} channels, layer {number} by the first call"
@@ -391,7 +393,7 @@ class LayerPhase(Forwarding):
         answers = gather([f"{self._place} {self.kind}", *calls], layer.communicator)
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
-            explained(layer, layer.communicator, None, layer.texts())
+            explained(layer.name, layer.communicator, None, layer.texts())
             log_and_raise(
                 RuntimeError,
                 f"the ranks differ in whether a backward pass may follow: "
