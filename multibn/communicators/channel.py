@@ -28,7 +28,7 @@ from multibn.communicators.diagnostics import (
     group_ranks_by,
     log_and_raise,
     log_last_error,
-    senders,
+    raise_for_refusal,
     uncaught,
 )
 from multibn.communicators.polling import Poll, chain
@@ -132,9 +132,8 @@ class Channel:
         raise_for_kinds(self, kind, text, head)
         return None
 
-    def refuse(self) -> None:
+    def refuse(self, text: object = "a refusal") -> None:
         """Take part in the others' message, whatever it is, as a rank that refuses its input."""
-        text = "a refusal"
         self._open(text)
         self.transport.block[: wire.HEAD] = wire.head(wire.mark(self.rank))
         self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)
@@ -224,11 +223,7 @@ def raise_for_kinds(communicator: Any, kind: str, text: str, head: list[float]) 
     `head` is the sum of the heads.
     """
     if wire.is_refused(head):
-        log_and_raise(
-            RuntimeError,
-            f"rank {communicator.rank} cannot go on, in {text}: the input of a layer was refused "
-            f"on {senders(head[:1], communicator.size)}. The error raised there says why.",
-        )
+        raise_for_refusal(communicator, head[:1], "a layer", f", in {text}")
     kinds, texts = zip(*gather((kind, text), communicator), strict=True)
     if len({*kinds}) > 1:
         log_and_raise(

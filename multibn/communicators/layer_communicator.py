@@ -38,6 +38,7 @@ from multibn.communicators.diagnostics import (
     group_ranks_by,
     log_and_raise,
     log_to_stderr,
+    raise_for_refusal,
 )
 from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
 from multibn.communicators.unread import COPIED, Summed, is_captured, stream_of
@@ -236,7 +237,10 @@ class LayerPhase(Forwarding):
         if self._size == 1:
             return np.empty(self._num_numbers)
         if self._channel is not None and self._payload is None:
-            self._payload = self._open(self._calls + 1)
+            text = self._call(self._calls + 1)
+            self._buffer = self._channel.buffer(self._num_numbers, text)
+            self._watchdog, self._head = self._channel.watchdog, self._buffer.head
+            self._payload = self._buffer.payload
         return self._payload
 
     def message(self, like: Array) -> Message | None:
@@ -277,15 +281,14 @@ class LayerPhase(Forwarding):
             return x if self._is_alone else self._group.allreduce(x)
         if self._channel is None or self._group.takes(x):
             return self._allreduce_array(x, copied)
-        self._calls -= 1
+        sent = to_host(x)
+        if self._refuses(sent):
+            self._channel.refuse(self._latest)
+            return x  # the caller has an error
+        self._calls -= 1  # counted by the call below
         payload = self.buffer()
         assert payload is not None
-        payload[:] = to_host(x)
-        if self._refuses(payload):
-            self._calls += 1
-            self._head[:] = np.array(wire.head(self.mark)).data
-            self._watchdog.wait(self._buffer.begin, self._latest)
-            return x  # the caller has an error
+        payload[:] = sent
         self.allreduce(payload)
         if not is_on_host(x) and self.name == "forward":  # the caller looks at no numbers on a GPU
             nonfinite.raise_if_nonfinite(self, self.dtype, payload)
@@ -319,13 +322,6 @@ class LayerPhase(Forwarding):
             facts += f" {layer.texts()}"
         self._fingerprint = wire.fingerprint(facts)
         return wire.head(self._fingerprint)
-
-    def _open(self, number: int) -> HostArray:
-        """The payload's memory, for this call. Collective at the first one for this length."""
-        assert self._channel is not None
-        self._buffer = self._channel.buffer(self._num_numbers, self._call(number))
-        self._watchdog, self._head = self._channel.watchdog, self._buffer.head
-        return self._buffer.payload
 
     def _length(self) -> int:
         """How many numbers a message has that is handed over as an array.
@@ -385,7 +381,7 @@ class LayerPhase(Forwarding):
         """
         layer = self.layer
         if wire.is_refused(head):
-            nonfinite.raise_for_refusal(self, nonfinite.name_of(self), head[:1])
+            raise_for_refusal(self, head[:1], display_name(layer.name))
         raise_for_kinds(layer.communicator, "layer", str(self), head)
         which = self._place.rpartition(": ")[2]  # models may have layers of one name
         facts = self.gradients, which.partition(",")[0], which

@@ -3,12 +3,17 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from multibn import wire
 from multibn.communicators.channel import HostArray
 from multibn.communicators.communicator import identity
-from multibn.communicators.diagnostics import display_name, log_and_raise, senders
+from multibn.communicators.diagnostics import (
+    display_name,
+    log_and_raise,
+    raise_for_refusal,
+    senders,
+)
 from multibn.communicators.handshake import agree
 
 
@@ -48,7 +53,7 @@ def raise_if_nonfinite(
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
     marks = wire.marks(summed)
     if wire.is_refusal(summed):
-        raise_for_refusal(communicator, name, marks)
+        raise_for_refusal(communicator, marks, name)
     if not marks:
         return
     where = senders(marks, communicator.size)
@@ -60,16 +65,6 @@ def raise_if_nonfinite(
         )
     # After a layer that has skipped no moment is finite, but the zeros of a rank without elements.
     _tell_of_skip(communicator, where, may_be_told=len(marks) + 2 == len(summed))
-
-
-def raise_for_refusal(communicator: Any, name: str, marks: list[float]) -> NoReturn:
-    """Raise where the ranks that have sent marks have refused the input of the layer `name`."""
-    where = senders(marks, communicator.size)
-    log_and_raise(
-        RuntimeError,
-        f"rank {communicator.rank} cannot go on: the input of {name} was refused on {where}. "
-        "The error raised there says why.",
-    )
 
 
 def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:
