@@ -27,7 +27,7 @@ from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.resolve import as_communicator
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
-from multibn.communicators.transports.shared_memory import ROOM, SharedMemory
+from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
 from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
 from multibn.communicators.watchdog import GroupInfo, Status
 
@@ -212,16 +212,18 @@ class _Transport(Transport):
     def open(self) -> Iterator[Poll | None]:
         store = yield from meet(self._store, self.rank, self.size)
         self.board = StoreStatusBoard(store, self.rank)
+        self.carrier, room = "nccl", BLOCK
         # A network that works for NCCL need not work for gloo.
         if "cpu" in self._backends and dist.is_gloo_available():
-            self._machine = SharedMemory(dist.PrefixStore("machine", store), self.rank, self.size)
-            yield from self._machine.meet()
             self._side = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
-            if not self._machine.is_shared:
+            machine = dist.PrefixStore("machine", store)
+            self._machine = yield from share(machine, self.rank, self.size)
+            if self._machine is None:
+                self.carrier = "gloo"
                 yield from self._side.connect()
-        is_shared = self._machine is not None and self._machine.is_shared
-        self.block = np.zeros(ROOM if is_shared else BLOCK)
-        self.carrier = "shared memory" if is_shared else "gloo" if self._side else "nccl"
+            else:
+                self.carrier, room = "shared memory", ROOM
+        self.block = np.zeros(room)
 
     def prepare_block(self, n: int) -> Begin:
         # In shared memory, ranks may come with unlike lengths.
@@ -252,9 +254,11 @@ class _Transport(Transport):
             self.board.clear(self.size, self._store)
 
     def close(self, *, failed: bool) -> None:
-        if self._side is not None and self._machine is not None:
+        if self._side is not None:
             self._side.close(failed=failed)
+        if self._machine is not None:
             self._machine.close(goodbye=not failed)
+            self._machine = None
 
     def end(self, *, failed: bool) -> None:
         # Torchrun ends the other ranks when it sees that this process has failed.
