@@ -88,8 +88,6 @@ class TorchDistributed(ChannelCommunicator):
         # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
         self._known_under = _reference(None if group is None else dist.group.WORLD)
-        self._channel: Channel | None = None
-        self._group_of_channel = _reference(None)  # the group of this channel
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
         if dist.is_initialized():
@@ -130,10 +128,7 @@ class TorchDistributed(ChannelCommunicator):
 
     @property
     def channel(self) -> Channel:
-        group = self.group
-        if self._channel is None or self._group_of_channel() is not group:
-            self._channel, self._group_of_channel = _world().channel_of(group), _reference(group)
-        return self._channel
+        return _world().channel_of(self.group)
 
     def takes(self, x: Array, /) -> bool:
         kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
@@ -276,7 +271,7 @@ class _World:
     def __init__(self) -> None:
         self.default_group = _reference(dist.group.WORLD)
         _rest_at_exit()
-        self.channel: MutableMapping[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
+        self.channels: MutableMapping[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
         # Groups made here, by their sorted ranks: torch gives a group no other order.
         self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
             weakref.WeakValueDictionary()
@@ -285,11 +280,16 @@ class _World:
         self.split: set[tuple[int, ...]] = set()
         self._names = Counter[str]()
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that is a rank of the default group."""
+        return _inherited is not None and self.default_group() is _inherited
+
     @cached_property
     def meetings(self) -> Meetings:
         """Where ranks say that they have come, and in which group they wait for the others."""
         board = Meetings(self.store_of("meetings"), dist.get_rank())
-        if _inherited is None or self.default_group() is not _inherited:  # no child in its name
+        if not self.is_inherited:  # no child in its parent's name
             board.publish(Status("comes", 0, "", ""))
         return board
 
@@ -302,13 +302,14 @@ class _World:
 
     def channel_of(self, group: dist.ProcessGroup) -> Channel:
         """The channel of all handles of one process group."""
-        if group not in self.channel:
-            channel = self.channel[group] = Channel(_Transport(group))
+        channel = self.channels.get(group)
+        if channel is None:
+            channel = self.channels[group] = Channel(_Transport(group))
             # torch tells nobody that a group was destroyed, but drops it.
             weakref.finalize(group, channel.release).atexit = False
-            if _inherited is not None and self.default_group() is _inherited:
+            if self.is_inherited:
                 channel.abandon_after_fork()
-        return self.channel[group]
+        return channel
 
     def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these global ranks. Collective over them when first called for them."""
