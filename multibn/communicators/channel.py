@@ -184,7 +184,6 @@ class Channel:
     def _open(self, text: object) -> None:
         if self._is_open:
             return
-        self.watchdog.check(text)  # before a fork touches the transport
         self.watchdog.wait(lambda: chain(self._connect(str(text))), text)
         self._is_open = True
         every: Any = SimpleNamespace(rank=self.rank, size=self.size)

@@ -136,7 +136,9 @@ class Watchdog:
         stays under way, and later ones would meet it.
         """
         if self.failure is not None:
-            self.check(text)
+            raise RuntimeError(
+                f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
+            )
         if self._launcher and os.getppid() != self._launcher:
             self._fail(
                 ConnectionError,
@@ -159,13 +161,6 @@ class Watchdog:
                     f"the message is still under way. {_BEGIN_ANEW}"
                 )
             raise
-
-    def check(self, text: object) -> None:
-        """Raise RuntimeError after a failure."""
-        if self.failure is not None:
-            raise RuntimeError(
-                f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
-            )
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the others that this process ends, by an `error` or in order."""
