@@ -11,10 +11,9 @@ import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -80,13 +79,12 @@ class Transport(ABC):
         """
 
 
-@dataclass
-class Buffer:
+class Buffer(NamedTuple):
     """Memory for payloads of one length, and what begins to sum a head and a payload."""
 
     head: memoryview  # of wire.HEAD numbers
     payload: HostArray
-    begin: Begin | None  # None when the group was destroyed
+    begin: Begin
 
 
 class Channel:
@@ -173,8 +171,6 @@ class Channel:
         self.abandon()
         failed = self.watchdog.failure is not None
         self.watchdog.board = None
-        for buffer in self._buffers.values():  # layers may have them
-            buffer.begin = None
         self._buffers.clear()
         if not failed:  # nor in a fork, which has failed
             self.watchdog.failure = "its process group was destroyed. Give the layer another one."

@@ -64,8 +64,8 @@ class GroupState:
     """The comparisons of the layers of a group of ranks, equal on all of them."""
 
     def __init__(self) -> None:
-        # Of what is no layer, but a function: by what was compared, under which name it goes on.
-        self.names: dict[Any, str] = {}
+        # Of what is no layer, but a function: by what was compared, the name and number found.
+        self.names: dict[Any, tuple[str, int]] = {}
         self.longest = 0  # of the messages that were agreed on
         self.unread = Unread()  # messages that GPUs have summed
         self.count = 0  # of first messages
@@ -83,10 +83,11 @@ def look_at_unread() -> None:
         known.unread.look()
 
 
-def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str, GroupState]:
-    """The layer's name among these ranks, no other layer's, and what else they know.
+def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str, int, GroupState]:
+    """The layer's name and number among these ranks, and what else they know.
 
-    Collective where the layer has not compared itself with so many channels.
+    Layers are numbered by their first messages. Collective where the layer has not compared itself
+    with so many channels.
     """
     known = _known_of(group, layer.own_known)
     # A function's comparison lasts as long as a call.
@@ -103,8 +104,8 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
         known.count += 1
         known.unread.together = max(known.count, 4)
         known.longest = max(known.longest, wire.length(channels))
-        names[key] = f"{name} {known.count}"
-    return names[key], known
+        names[key] = str(name), known.count
+    return *names[key], known
 
 
 def _known_of(group: Any, otherwise: GroupState) -> GroupState:

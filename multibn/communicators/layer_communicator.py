@@ -18,7 +18,7 @@ from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of
 from multibn._typing import Array
 from multibn.communicators import nonfinite
 from multibn.communicators.channel import (
-    Buffer,
+    Begin,
     ChannelCommunicator,
     HostArray,
     channel_of,
@@ -73,8 +73,8 @@ class LayerCommunicator(Forwarding):
         # The plans of the layer's steps, by all in which steps may differ: `multibn.engine.plan`.
         self.plans: dict[Any, Any] = {}
         self._elsewhere: dict[Communicator, LayerCommunicator] = {}
-        # The names that the layer has in each group, by its own name and the messages' length.
-        self.names: WeakKeyDictionary[GroupState, dict[Any, str]] = WeakKeyDictionary()
+        # The names and numbers of the layer in each group, by its own name and its channels.
+        self.names: WeakKeyDictionary[GroupState, dict[Any, tuple[str, int]]] = WeakKeyDictionary()
         self.own_known = GroupState()  # of a communicator that no table can hold
 
     @property
@@ -162,10 +162,10 @@ class _Latest:
     """The latest call of a phase, for people; keeps no layer alive."""
 
     def __init__(self, phase: "LayerPhase") -> None:
-        self._phase = ref(phase)
+        self.phase = ref(phase)
 
     def __str__(self) -> str:
-        return str(self._phase() or "a layer that was deleted since")
+        return str(self.phase() or "a layer that was deleted since")
 
 
 class LayerPhase(Forwarding):
@@ -176,13 +176,15 @@ class LayerPhase(Forwarding):
     """
 
     _known: GroupState
+    _facts: tuple[str, ...]  # by which layers of one name may differ, for people
     _place: str
     _fingerprint: float
-    _buffer: Buffer  # of the channel, from the first message on
-    _payload: HostArray | None = None  # of the buffer
-    _watchdog: Watchdog  # of the channel
-    # The head of the buffer, and what a rank sends there. NumPy takes 1.2 us to copy a few numbers,
-    # memoryviews 0.1.
+    # The channel's, from the first message on; memory of a payload, and what sums it with a head.
+    _watchdog: Watchdog
+    _payload: HostArray | None = None
+    _begin: Begin
+    # That head, and what a rank sends there. NumPy takes 1.2 us to copy a few numbers, memoryviews
+    # 0.1.
     _head: memoryview
     _sent_head: memoryview
 
@@ -204,7 +206,6 @@ class LayerPhase(Forwarding):
         self._num_numbers = n
         self._calls = 0
         self._latest = _Latest(self)
-        self._self = ref(self)
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
         self._group = group
@@ -238,9 +239,8 @@ class LayerPhase(Forwarding):
             return np.empty(self._num_numbers)
         if self._channel is not None and self._payload is None:
             text = self._call(self._calls + 1)
-            self._buffer = self._channel.buffer(self._num_numbers, text)
-            self._watchdog, self._head = self._channel.watchdog, self._buffer.head
-            self._payload = self._buffer.payload
+            self._watchdog = self._channel.watchdog
+            self._head, self._payload, self._begin = self._channel.buffer(self._num_numbers, text)
         return self._payload
 
     def message(self, like: Array) -> Message | None:
@@ -269,7 +269,7 @@ class LayerPhase(Forwarding):
         if x is not self._payload:
             return self._allreduce_other(x, copied)
         self._head[:] = self._sent_head
-        self._watchdog.wait(self._buffer.begin, self._latest)
+        self._watchdog.wait(self._begin, self._latest)
         head = self._head.tolist()
         if head != self._expected:
             self._raise_for_places(head)
@@ -312,12 +312,11 @@ class LayerPhase(Forwarding):
         layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
         call = self._call(self._calls + 1)
         with on_device_of(like):
-            name, self._known = handshake(layer, self._group, channels, call)
-        # With the width: layers of one name may meet in a message.
-        layer_name, _, number = name.rpartition(" ")
-        which = f"{channels} channels, layer {number} by the first call"
-        self._place = f"{layer_name} {self.name}: {which}"
-        facts = f"{self._place} {self.kind} {self.gradients}"
+            name, number, self._known = handshake(layer, self._group, channels, call)
+        width = f"{channels} channels"
+        self._facts = self.gradients, width, f"{width}, layer {number} by the first call"
+        self._place = f"{name} {self.name}: {self._facts[-1]} {self.kind}"
+        facts = f"{self._place} {self.gradients}"
         if layer.built is None:  # each call of a function has options of its own
             facts += f" {layer.texts()}"
         self._fingerprint = wire.fingerprint(facts)
@@ -354,7 +353,9 @@ class LayerPhase(Forwarding):
         self._known.unread.look_if_due(COPIED if copied else None)
         summed = reduce(numbers)
         kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
-        self._known.unread.keep(Summed(self._self, self._calls, summed, self._expected, kind))
+        self._known.unread.keep(
+            Summed(self._latest.phase, self._calls, summed, self._expected, kind)
+        )
         return summed[wire.HEAD : wire.HEAD + self._num_numbers]
 
     def check(self, summed: HostArray, number: int) -> None:
@@ -383,10 +384,8 @@ class LayerPhase(Forwarding):
         if wire.is_refused(head):
             raise_for_refusal(self, head[:1], display_name(layer.name))
         raise_for_kinds(layer.communicator, "layer", str(self), head)
-        which = self._place.rpartition(": ")[2]  # models may have layers of one name
-        facts = self.gradients, which.partition(",")[0], which
-        calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
-        answers = gather([f"{self._place} {self.kind}", *calls], layer.communicator)
+        calls = f"{self}", *(f"{self}, {fact}" for fact in self._facts)
+        answers = gather([self._place, *calls], layer.communicator)
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
             explained(layer.name, layer.communicator, None, layer.texts())

@@ -126,7 +126,7 @@ class Watchdog:
             self._key, self._members = told[0][0], self._peers
         _watchdogs.add(self)
 
-    def wait(self, begin: Callable[[], Poll | None] | None, text: object) -> None:
+    def wait(self, begin: Callable[[], Poll | None], text: object) -> None:
         """Begin a collective, and return when it is done.
 
         `str(text)`, which says to people where this rank is, is computed only where somebody is to
@@ -146,7 +146,6 @@ class Watchdog:
                 f"end this process if another rank failed. Rank {self.rank} ends in {text}.",
             )
         try:
-            assert begin is not None
             done = begin()
             if done is not None and not done(min(PATIENCE, self.timeout)):
                 self._wait_long(done, str(text))

@@ -136,7 +136,6 @@ class _CountingChannel:
         inner = self._inner.buffer(n, text)
 
         def begin() -> Poll | None:
-            assert inner.begin is not None
             self._counting.messages.append(wire.HEAD + n)
             return inner.begin()
 
