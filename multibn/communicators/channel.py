@@ -31,7 +31,8 @@ from multibn.communicators.diagnostics import (
     uncaught,
 )
 from multibn.communicators.polling import Poll, chain
-from multibn.communicators.watchdog import GroupInfo, StatusBoard, Watchdog
+from multibn.communicators.status_board import GroupInfo, StatusBoard
+from multibn.communicators.watchdog import Watchdog
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 # Begins to sum an array over the ranks, in place; None if that is done already.

@@ -14,13 +14,8 @@ from typing import Any
 import pytest
 
 from multibn.communicators.polling import poll
-from multibn.communicators.watchdog import (
-    GroupInfo,
-    RankLostError,
-    Status,
-    Watchdog,
-    check_timeout,
-)
+from multibn.communicators.status_board import GroupInfo, RankLostError, Status
+from multibn.communicators.watchdog import Watchdog, check_timeout
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.alone

@@ -23,7 +23,7 @@ from multibn.communicators.channel import (
 from multibn.communicators.communicator import SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, poll
-from multibn.communicators.watchdog import Status, StatusBoard
+from multibn.communicators.status_board import Status, StatusBoard
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

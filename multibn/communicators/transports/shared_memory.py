@@ -25,7 +25,7 @@ import numpy as np
 from multibn._platform import pid_space, process_state
 from multibn.communicators.channel import Begin, HostArray, spin_seconds
 from multibn.communicators.polling import Poll, until, until_all_come
-from multibn.communicators.watchdog import RankLostError
+from multibn.communicators.status_board import RankLostError
 
 try:
     import multibn.communicators.transports._shared_memory as core

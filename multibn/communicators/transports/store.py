@@ -17,7 +17,7 @@ import torch.distributed as dist
 from multibn._platform import pid_space, process_start, process_state, seconds_since_boot
 from multibn.communicators.channel import after_fork
 from multibn.communicators.polling import Poll, poll, until, until_all_come
-from multibn.communicators.watchdog import Status
+from multibn.communicators.status_board import Status
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
 _SURE_ANSWER = 2.0  # before an error, which would name a rank that has ended and not its reason

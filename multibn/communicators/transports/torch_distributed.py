@@ -26,10 +26,10 @@ from multibn.communicators.communicator import SingleProcess, gather, is_outside
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.resolve import as_communicator
+from multibn.communicators.status_board import GroupInfo, Status
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
 from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
 from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
-from multibn.communicators.watchdog import GroupInfo, Status
 
 
 class TorchDistributed(ChannelCommunicator):

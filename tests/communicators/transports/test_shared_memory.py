@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, chain
+from multibn.communicators.status_board import RankLostError
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
-from multibn.communicators.watchdog import RankLostError
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 NEEDS = "torch"
