@@ -8,7 +8,7 @@ ranks see the same sum of heads, so that all of them turn to ask each other in t
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -158,11 +158,10 @@ def refuse(communicator: Any, error: Exception) -> None:
         channel.refuse()
 
 
-class _Latest:
+class _Latest(NamedTuple):
     """The latest call of a phase, for people; keeps no layer alive."""
 
-    def __init__(self, phase: "LayerPhase") -> None:
-        self.phase = ref(phase)
+    phase: "ref[LayerPhase]"
 
     def __str__(self) -> str:
         return str(self.phase() or "a layer that was deleted since")
@@ -203,9 +202,9 @@ class LayerPhase(Forwarding):
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
-        self._num_numbers = n
+        self._num_numbers, self._in_message = n, slice(wire.HEAD, wire.HEAD + n)
         self._calls = 0
-        self._latest = _Latest(self)
+        self._latest = _Latest(ref(self))
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
         self._group = group
@@ -282,7 +281,7 @@ class LayerPhase(Forwarding):
         if self._channel is None or self._group.takes(x):
             return self._allreduce_array(x, copied)
         sent = to_host(x)
-        if self._refuses(sent):
+        if self.name == "forward" and wire.is_refusal(sent):
             self._channel.refuse(self._latest)
             return x  # the caller has an error
         self._calls -= 1  # counted by the call below
@@ -293,9 +292,6 @@ class LayerPhase(Forwarding):
         if not is_on_host(x) and self.name == "forward":  # the caller looks at no numbers on a GPU
             nonfinite.raise_if_nonfinite(self, self.dtype, payload)
         return from_host(payload.copy(), x)
-
-    def _refuses(self, payload: HostArray) -> bool:
-        return self.name == "forward" and wire.is_refusal(payload)
 
     def __str__(self) -> str:
         return self._call(self._calls)
@@ -328,35 +324,34 @@ class LayerPhase(Forwarding):
         Without a channel, messages of unlike lengths would meet in the transport. Zeros make every
         message as long as the longest that the ranks have agreed on.
         """
-        return max(self._known.longest, wire.HEAD + self._num_numbers)
+        return max(self._known.longest, self._in_message.stop)
 
     def _allreduce_array(self, x: Array, copied: bool) -> Array:
         """Sum over what is handed arrays: a GPU's transport, or a user's own class."""
-        on_host, end = is_on_host(x), wire.HEAD + self._num_numbers
+        on_host = is_on_host(x)
         sent, around = to_host(x) if on_host else x, np.zeros(self._length())
-        refuses = on_host and self._refuses(sent)
+        refuses = on_host and self.name == "forward" and wire.is_refusal(sent)
         around[: wire.HEAD] = wire.head(self.mark) if refuses else self._sent_head
         numbers = from_host(around, sent)
-        numbers[wire.HEAD : end] = sent
+        numbers[self._in_message] = sent
         if not on_host:
             return self._on_device(numbers, self._group.allreduce, copied)
         summed = self._group.allreduce(numbers)
         head = summed[: wire.HEAD].tolist()
         if head != self._expected and not refuses:
             self._raise_for_places(head)
-        return from_host(summed[wire.HEAD : end], x)
+        return from_host(summed[self._in_message], x)
 
     def _on_device(self, numbers: Array, reduce: Callable[[Array], Array], copied: bool) -> Array:
         """Sum a message on a GPU; the payload of the sum. The host looks at it later."""
         if is_captured(numbers):
-            return reduce(numbers)[wire.HEAD : wire.HEAD + self._num_numbers]
+            return reduce(numbers)[self._in_message]
         self._known.unread.look_if_due(COPIED if copied else None)
         summed = reduce(numbers)
         kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
-        self._known.unread.keep(
-            Summed(self._latest.phase, self._calls, summed, self._expected, kind)
-        )
-        return summed[wire.HEAD : wire.HEAD + self._num_numbers]
+        phase, number = self._latest.phase, self._calls
+        self._known.unread.keep(Summed(phase, number, summed, self._expected, kind))
+        return summed[self._in_message]
 
     def check(self, summed: HostArray, number: int) -> None:
         """Raise on all ranks unless the messages that a GPU has summed in a call belong together.
@@ -365,7 +360,7 @@ class LayerPhase(Forwarding):
         """
         call, head = self._call(number), summed[: wire.HEAD].tolist()
         if self.name == "forward":
-            payload = summed[wire.HEAD :][: self._num_numbers]
+            payload = summed[self._in_message]
             nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=call)
         if not wire.all_equal(head, self._size):
             log_and_raise(
@@ -391,10 +386,10 @@ class LayerPhase(Forwarding):
             explained(layer.name, layer.communicator, None, layer.texts())
             log_and_raise(
                 RuntimeError,
-                f"the ranks differ in whether a backward pass may follow: "
-                f"{group_ranks_by(gradients)}. "
-                "Those with gradients would wait for the others: compute gradients on all ranks "
-                "or on none, and freeze the same layers on all of them.",
+                "the ranks differ in whether a backward pass may follow: "
+                f"{group_ranks_by(gradients)}. Those with gradients would wait for the others: "
+                "compute gradients on all ranks or on none, and freeze the same layers on all of "
+                "them.",
             )
         texts = next(each for each in (texts, *others) if len({*each}) > 1)
         log_and_raise(
