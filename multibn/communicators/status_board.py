@@ -1,25 +1,17 @@
 """Notices that ranks leave for each other, and what a transport tells of them by itself."""
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 
 class Status(NamedTuple):
-    """A word of a rank for the others."""
+    """A word of a rank for the others, which JSON can hold."""
 
     state: str  # "waits", "looks" for a lost rank, "failed" or "left"
     completed: int  # how many collectives the rank has completed
     group: str  # before the ranks of a group have met: its key
     text: str  # where the rank waits, for people, or what went wrong
     counts: dict[str, int] = {}  # of a rank that waits: `completed` of each of its groups
-
-    def encode(self) -> bytes:
-        return json.dumps(self).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Status":
-        return cls(*json.loads(data))
 
 
 class StatusBoard(Protocol):

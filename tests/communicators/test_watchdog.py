@@ -1,6 +1,7 @@
 """Waiting with a deadline, over ranks as threads: what is said when the others do not come."""
 
 import functools
+import json
 import os
 import re
 import signal
@@ -33,7 +34,7 @@ class StatusBoard:
     def read(self) -> dict[int, Status]:
         others = dict(self._notices)
         others.pop(self._rank, None)
-        return {r: Status.decode(n.encode()) for r, n in others.items()}
+        return {r: Status(*json.loads(json.dumps(n))) for r, n in others.items()}
 
     def close(self) -> None:
         """Threads need no end."""
