@@ -278,7 +278,8 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         raise ValueError(
             f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
             "`num_features` or the length of `weight` and `bias`: "
-            f"got {shape[1]} in shape {tuple(shape)}. Channels last: pass x.movedim(-1, 1)."
+            f"got {shape[1]} in shape {tuple(shape)}."
+            + " Channels last: pass x.movedim(-1, 1)." * (shape[-1] == num_channels)
         )
     if not x.dtype.is_floating_point:
         raise statistics.not_floating(x)
