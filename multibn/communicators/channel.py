@@ -245,7 +245,11 @@ class ChannelCommunicator(Handle, ABC):
     def channel(self) -> Channel | None:
         """None where every sum is on a device."""
 
-    def allreduce(self, x: Array, /, *, place: str = "") -> Array:
+    def allreduce(self, x: Array, /) -> Array:
+        return self.allreduce_at(x)
+
+    def allreduce_at(self, x: Array, place: str = "") -> Array:
+        """Do as `allreduce`; errors name the `place` where this rank is."""
         if self.takes(x):
             return self.allreduce_on_device(x)
         assert self.channel is not None

@@ -160,9 +160,8 @@ def allreduce_at(communicator: Any, x: Array, place: str) -> Array:
     """Sum `x` over ranks that are all in this place, which errors name. Collective."""
     confirm_place(communicator, place)
     bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
-    # A method of a user's own takes no place.
     is_ours = getattr(type(bare), "allreduce", None) is ChannelCommunicator.allreduce
-    summed: Array = bare.allreduce(x, **({"place": place} if is_ours else {}))
+    summed: Array = bare.allreduce_at(x, place) if is_ours else bare.allreduce(x)
     return summed
 
 

@@ -310,8 +310,8 @@ class Watchdog:
             )
         self._fail(
             TimeoutError,
-            f"{self._waited(self.timeout, notices, text)}. {self._advice()} Or allow for more time: "
-            "MULTIBN_TIMEOUT.",
+            f"{self._waited(self.timeout, notices, text)}. {self._advice()} Or allow for more "
+            "time: MULTIBN_TIMEOUT.",
         )
 
     def _advice(self) -> str:

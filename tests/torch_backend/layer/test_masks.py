@@ -229,9 +229,9 @@ def test_an_input_with_channels_last_is_told_of_the_transpose() -> None:
     layer, x = layer_of(), X.movedim(1, -1)
     with pytest.raises(ValueError, match=r"got 7 in shape .*pass x\.movedim\(-1, 1\)"):
         layer(x, lengths=torch.full((4,), 2))
-    with pytest.raises(ValueError, match=r"got 7 for sample 0. Transpose an input \(N, L, C\) befo"):
+    with pytest.raises(ValueError, match=r"got 7 for sample 0. Transpose an input \(N, L, C\) b"):
         layer(x, lengths=torch.full((4,), L))
-    with pytest.raises(ValueError, match=r"got \(4, 7\) .* Transpose an input with its channels la"):
+    with pytest.raises(ValueError, match=r"got \(4, 7\) .* Transpose an input with its channel"):
         layer(x, mask=torch.ones(4, L).bool())
     with pytest.raises(ValueError, match=r"got 8 in shape \(4, 8, 7\)\.$"):
         layer(torch.zeros(4, 8, L))

@@ -33,7 +33,8 @@ def test_each_step_has_a_batch_and_the_amount() -> None:
 
 def test_an_amount_that_cannot_be_told_is_an_error_on_all_ranks() -> None:
     def steps(world: Communicator) -> None:
-        found = Lockstep([1, "one"][world.rank :], world, source="the data", place="a step", amount=int)
+        data = [1, "one"][world.rank :]
+        found = Lockstep(data, world, source="the data", place="a step", amount=int)
         kind, message = (
             (ValueError, "invalid literal")
             if world.rank == 1
