@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from multibn import _version, wire
+from multibn._typing import Array
 from multibn.communicators.channel import (
     ChannelCommunicator,
     HostArray,
@@ -158,6 +159,15 @@ def confirm_place(communicator: Any, place: str) -> None:
     group = resolved(communicator)
     if not isinstance(group, ChannelCommunicator):
         agree(group, place)
+
+
+def allreduce_at(communicator: Any, x: Array, place: str) -> Array:
+    """Sum `x` over ranks that are all in this place, which errors name. Collective."""
+    confirm_place(communicator, place)
+    group = resolved(communicator)
+    is_ours = getattr(type(group), "allreduce", None) is ChannelCommunicator.allreduce
+    summed: Array = group.allreduce_at(x, place) if is_ours else group.allreduce(x)
+    return summed
 
 
 def explained(name: str, group: Any, built: LayerId | None, options: dict[str, str]) -> str:

@@ -154,8 +154,14 @@ def refuse(communicator: Any, error: Exception) -> None:
     """
     channel = channel_of(resolved(communicator))
     if channel is not None and channel.size > 1:
-        log_to_stderr(str(error))
+        log_refusal(communicator, error)
         channel.refuse()
+
+
+def log_refusal(communicator: Any, error: Exception) -> None:
+    """Print the `error` of a rank that refuses an input, which names no layer itself."""
+    where = f"rank {communicator.rank} in {nonfinite.name_of(communicator)}: "
+    log_to_stderr(str(error), where)
 
 
 class _Latest(NamedTuple):
@@ -389,7 +395,7 @@ class LayerPhase(Forwarding):
                 "the ranks differ in whether a backward pass may follow: "
                 f"{group_ranks_by(gradients)}. Those with gradients would wait for the others: "
                 "compute gradients on all ranks or on none, and freeze the same layers on all of "
-                "them.",
+                "them. A rank that validates under torch.no_grad() must call model.eval() before.",
             )
         texts = next(each for each in (texts, *others) if len({*each}) > 1)
         log_and_raise(

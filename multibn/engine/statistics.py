@@ -27,7 +27,6 @@ from multibn import kernels, wire
 from multibn._arrays import array_namespace, device, to_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, layer_communicator, nonfinite
-from multibn.communicators.diagnostics import log_to_stderr
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import NormArgs, reference
@@ -198,7 +197,7 @@ def refuse(
     if communicator.size == 1:
         return
     if error is not None:
-        log_to_stderr(str(error))
+        layer_communicator.log_refusal(communicator, error)
     xp = array_namespace(like)
     wide = reference.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     shape = (wire.forward_payload(num_channels),)

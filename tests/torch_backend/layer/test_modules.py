@@ -220,6 +220,7 @@ def test_a_fused_relu_and_residual_equal_separate_ones(
     [
         (torch.zeros(4, 3, 1), ValueError, r"shape and dtype of the input, \(4, 3, 2\).*\(4, 3, 1"),
         (torch.zeros(4, 3, 2).half(), ValueError, "torch.float32: got .* torch.float16"),
+        (torch.ones(4), ValueError, "Masks and lengths go by name: `mask=`, `lengths=`"),
         (1.0, TypeError, "`residual` must be a torch.Tensor: got float"),
         (
             nested,
@@ -240,7 +241,7 @@ def test_a_fused_relu_and_residual_equal_separate_ones(
     ],
 )
 def test_a_residual_that_does_not_fit_is_an_error_on_all(
-    residual: Any, error: Any, message: str
+    residual: Any, error: Any, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     x = torch.randn(4, 3, 2)
     residual = residual() if residual is nested else residual
@@ -249,6 +250,7 @@ def test_a_residual_that_does_not_fit_is_an_error_on_all(
         error,
         message,
     )
+    assert "multibn: rank 0 in SyncBatchNorm: `residual` must " in capfd.readouterr().err
     with pytest.raises(error, match=message):
         SyncBatchNorm(3).eval()(x, residual)
 
