@@ -37,7 +37,6 @@ from multibn.communicators.diagnostics import (
     display_name,
     group_ranks_by,
     log_and_raise,
-    log_to_stderr,
     raise_for_refusal,
 )
 from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
@@ -154,14 +153,8 @@ def refuse(communicator: Any, error: Exception) -> None:
     """
     channel = channel_of(resolved(communicator))
     if channel is not None and channel.size > 1:
-        log_refusal(communicator, error)
+        nonfinite.log_refusal(communicator, error)
         channel.refuse()
-
-
-def log_refusal(communicator: Any, error: Exception) -> None:
-    """Print the `error` of a rank that refuses an input, which names no layer itself."""
-    where = f"rank {communicator.rank} in {nonfinite.name_of(communicator)}: "
-    log_to_stderr(str(error), where)
 
 
 class _Latest(NamedTuple):

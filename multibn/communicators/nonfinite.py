@@ -11,6 +11,7 @@ from multibn.communicators.communicator import identity
 from multibn.communicators.diagnostics import (
     display_name,
     log_and_raise,
+    log_to_stderr,
     raise_for_refusal,
     senders,
 )
@@ -26,6 +27,12 @@ def name_of(communicator: Any, /) -> str:
     """The name of the layer that uses the communicator, for people."""
     layer = layer_of(communicator)
     return "a layer" if layer is None else display_name(layer.name)
+
+
+def log_refusal(communicator: Any, error: Exception) -> None:
+    """Print the `error` of a rank that refuses an input, which names no layer itself."""
+    where = f"rank {communicator.rank} in {name_of(communicator)}: "
+    log_to_stderr(str(error), where)
 
 
 def skips(communicator: Any, dtype: Any, /) -> bool:
