@@ -144,13 +144,12 @@ class Watchdog:
             if self._before and not self._peers:
                 self._check_before_meeting(self._before, text)
             if time.monotonic() >= deadline:
-                self._miss(notices, text)
+                waited, cure = self._waited(self.timeout, notices, text)
+                self._fail(TimeoutError, f"{waited} {cure}")
             if time.monotonic() >= word_at:
                 word_at = math.inf
-                told = self._waited(SILENT, notices, text)
-                if self._absent(notices):
-                    told = f"{told}. {self._advice()}"
-                log_to_stderr(f"{told} An error follows after {self.timeout:g} s.")
+                waited, _ = self._waited(SILENT, notices, text)
+                log_to_stderr(f"{waited} An error follows after {self.timeout:g} s.")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Status]:
@@ -242,32 +241,22 @@ class Watchdog:
             "the same layers, in the same order.",
         )
 
-    def _miss(self, notices: dict[int, Status], text: str) -> NoReturn:
-        if not self._absent(notices):
-            self._fail(
-                TimeoutError,
-                f"{self._waited(self.timeout, notices, text)}: the transport has not delivered, "
-                "perhaps because the store of torch.distributed has keys of an earlier process "
-                f"group. {_BEGIN_ANEW}",
-            )
-        self._fail(
-            TimeoutError,
-            f"{self._waited(self.timeout, notices, text)}. {self._advice()} Or allow for more "
-            "time: MULTIBN_TIMEOUT.",
-        )
-
-    def _advice(self) -> str:
-        return (
-            "Find out what keeps it: a model in eval() (Chainer: train=False), or one not "
-            f"converted there, sends no messages. If rank {self.rank} validates alone, its model "
-            "must be in eval(), too."
-        )
-
-    def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> str:
+    def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> tuple[str, str]:
+        """What has kept this rank waiting for so long; and what to do, besides looking for it."""
         waited = f"rank {self.rank} has waited {seconds:g} s in {text}"
-        if absent := self._absent(notices):
-            return f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}"
-        return f"{waited}, where all ranks are"
+        absent = self._absent(notices)
+        if not absent:
+            return (
+                f"{waited}, where all ranks are: the transport has not delivered, perhaps because "
+                "the store of torch.distributed has keys of an earlier process group.",
+                _BEGIN_ANEW,
+            )
+        return (
+            f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}. Find out what "
+            "keeps it: a model in eval() (Chainer: train=False), or one not converted there, sends "
+            f"no messages. If rank {self.rank} validates alone, its model must be in eval(), too.",
+            "Or allow for more time: MULTIBN_TIMEOUT.",
+        )
 
     def _absent(self, notices: dict[int, Status]) -> list[int]:
         here = {self.rank, *notices}
