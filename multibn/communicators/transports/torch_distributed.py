@@ -195,10 +195,8 @@ class _Transport(Transport):
         self._group = _reference(group)
         self._backends = _backends(group)
         ranks = dist.get_process_group_ranks(group)
-        name = group.group_name
         meetings = _world().meetings
-        self._store = _world().store_of(name)
-        key = f"{name}/{_world()._names[name]}"
+        key, self._store = _world().store_of(group.group_name)
         self.known = GroupInfo(key, ranks, meetings.find_ended, meetings)
         self.board: StoreStatusBoard | None = None
         self._machine: SharedMemory | None = None
@@ -288,17 +286,19 @@ class _World:
     @cached_property
     def meetings(self) -> Meetings:
         """Where ranks say that they have come, and in which group they wait for the others."""
-        board = Meetings(self.store_of("meetings"), dist.get_rank())
+        _, store = self.store_of("meetings")
+        board = Meetings(store, dist.get_rank())
         if not self.is_inherited:  # no child in its parent's name
             board.publish(Status("comes", 0, "", ""))
         return board
 
-    def store_of(self, name: str) -> dist.Store:
-        """A part of the store in which the default group's processes have met, used by no other."""
+    def store_of(self, name: str) -> tuple[str, dist.Store]:
+        """A key for a group, and the part of the default group's store that no other uses."""
         # A group may have the name of one that was destroyed: torch's hash of its ranks.
         self._names[name] += 1
+        key = f"{name}/{self._names[name]}"
         store = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"multibn/{name}/{self._names[name]}", store)
+        return key, dist.PrefixStore(f"multibn/{key}", store)
 
     def channel_of(self, group: dist.ProcessGroup) -> Channel:
         """The channel of all handles of one process group."""
