@@ -96,14 +96,9 @@ class Channel:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.watchdog = Watchdog(self.rank, self.size, transport.known)
-        self._is_open = False
+        self.carrier = ""  # of the messages, "shared memory" for example; none before the first
         self._buffers: dict[int, Buffer] = {}  # by the length of payloads
         _channels.add(self)
-
-    @property
-    def carrier(self) -> str:
-        """The name of what has carried the layers' messages, "shared memory" for example, or ""."""
-        return self.transport.carrier if self._is_open else ""
 
     def allreduce(self, a: HostArray, place: str = "") -> HostArray:
         """The sum of `a` over the ranks, a new array; people read the `place`. Collective."""
@@ -180,10 +175,10 @@ class Channel:
         self.transport.close(failed=failed)
 
     def _open(self, text: object) -> None:
-        if self._is_open:
+        if self.carrier:
             return
         self.watchdog.wait(lambda: chain(self._connect(str(text))), text)
-        self._is_open = True
+        self.carrier = self.transport.carrier
         every: Any = SimpleNamespace(rank=self.rank, size=self.size)
         every.allreduce = lambda a: self.compare(a, "introduction", text=str(text))
         self.watchdog.exchange_pids(lambda me: gather(me, every))
