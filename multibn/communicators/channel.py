@@ -53,12 +53,12 @@ class Transport(ABC):
     def open(self) -> Iterator[Poll | None]:
         """Connect the ranks, in steps as `chain` takes, and make the block. Collective."""
 
+    @abstractmethod
     def prepare_block(self, n: int) -> Begin:
         """Return what begins to sum the first `n` numbers of the block, or more, unread, ones.
 
         Ranks in different places may come with unlike `n`.
         """
-        return self.prepare(self.block)
 
     @abstractmethod
     def prepare(self, a: HostArray) -> Begin:

@@ -220,7 +220,7 @@ class _Transport(Transport):
 
     def prepare_block(self, n: int) -> Begin:
         # In shared memory, ranks may come with unlike lengths.
-        return self.prepare(self.block[:n] if self.block.size == ROOM else self.block)
+        return self.prepare(self.block if self._machine is None else self.block[:n])
 
     def prepare(self, a: HostArray) -> Begin:
         begin = None if self._machine is None else self._machine.prepare(a)
