@@ -12,6 +12,7 @@ import pytest
 
 from multibn import wire
 from multibn.kernels import Gradient, NormArgs, reference, select
+from multibn.kernels.spec import unpack
 from tests.helpers.spread import spread
 from tests.kernels.passes import (
     AXIS,
@@ -347,7 +348,7 @@ def test_a_constant_has_no_variance(kernels: Any, shape: tuple[int, ...], dtype:
     for of, a in product(LIBRARIES, [np.array(x), last(x)]):
         i = NormArgs(of(a), None, None, 1.0, axis)
         message = kernels.begin_forward(i, 1024.0, 1024.0)
-        _, batch, _ = kernels.finish_forward(i, message + message, 1024.0, 1024.0)
+        batch = unpack(kernels.finish_forward(i, message + message, 1024.0, 1024.0)[1])
         assert not exact(batch.var).any()
         np.testing.assert_array_equal(exact(batch.mean), values.astype("float64"))
 
@@ -419,7 +420,7 @@ def test_a_message_is_written_where_it_is_sent(kernels: Any, of: Any) -> None:
     assert kernels.begin_forward(i, 3.0, 5.0, out=out) is out
     np.testing.assert_allclose(out, expected, rtol=1e-12)
     np.testing.assert_array_equal(memory[-2:], 7.0)
-    _, batch, _ = kernels.finish_forward(i, out, 3.0, 5.0)
+    batch = unpack(kernels.finish_forward(i, out, 3.0, 5.0)[1])
     assert type(batch.mean) is type(i.x)
     out[:] = np.nan  # the transport's next message
     assert batch.var[0] > 0
@@ -468,7 +469,7 @@ class TestTensors:
             y, batch, state = file.finish_forward(i, message, 2.0, 2.0)
         assert state == reference.OK
         assert y.is_cpu
-        np.testing.assert_allclose(batch.mean, i.x.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(unpack(batch).mean, i.x.mean(0), rtol=1e-6)
         payload, *_ = file.begin_backward(Gradient(torch._efficientzerotensor((2, 19)), i, batch))
         assert not payload.any()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from multibn.kernels import NormArgs, Running
-from multibn.kernels.spec import NOT_FINITE, OK, ONE_VALUE, REFUSED
+from multibn.kernels.spec import NOT_FINITE, OK, ONE_VALUE, REFUSED, unpack
 from tests.helpers.spread import spread
 from tests.kernels.passes import INTERPRETED, LIBRARIES, as_numpy, exact, libraries, only
 from tests.kernels.passes import kernels as kernels
@@ -23,7 +23,8 @@ def finish(
 ) -> tuple[Any, int]:
     """The statistics in a message, and its state."""
     i = NormArgs(of(np.zeros((1, (len(summed) - 2) // 2), "f4")), None, None, 1.0, (0,), **options)
-    return kernels.finish_forward(i, summed, *share)[1:]
+    _, batch, state = kernels.finish_forward(i, summed, *share)
+    return unpack(batch), state
 
 
 @pytest.mark.parametrize("C", [1, 6, 75, 700])
