@@ -137,6 +137,15 @@ def layer(
     return NormArgs(x, weight, bias, EPS, axis, relu, there, added if residual else None), dy
 
 
+def others_of(i: NormArgs) -> dict[str, Any]:
+    """For each field of `NormArgs`, another value than that of `i`, whose shape is (4, 3, 5)."""
+    arrays = {"x": data((4, 3, 5), seed=7), "residual": data((4, 3, 5), seed=8)}
+    arrays |= {"weight": np.linspace(-1, 2, 3), "bias": np.linspace(0.5, -2, 3)}
+    arrays |= {"mask": np.arange(20).reshape(4, 1, 5) % 3 > 0}
+    others = {"eps": 3 * EPS, "axis": (0, 1), "relu": True}
+    return others | {name: like(i.x, v) for name, v in arrays.items()}
+
+
 def statistics(i: NormArgs, **changed: Any) -> BatchStatistics:
     """Statistics of no data in particular."""
     shape = tuple(n for k, n in enumerate(i.x.shape) if k not in i.axis)

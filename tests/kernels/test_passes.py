@@ -22,10 +22,12 @@ from tests.kernels.passes import (
     as_torch,
     check,
     data,
+    definition,
     exact,
     last,
     layer,
     libraries,
+    others_of,
     passes,
     statistics,
     strides,
@@ -107,6 +109,19 @@ def test_any_axes_can_be_reduced(
     kernels: Any, shape: tuple[int, ...], axis: tuple[int, ...], native: bool
 ) -> None:
     check(kernels, *layer(shape, axis=axis), native=native)
+
+
+# `passes` moves running statistics in each case; test_steps.py changes their fields.
+@pytest.mark.parametrize("field", [name for name in NormArgs._fields if name != "running"])
+def test_each_field_of_the_arguments_has_a_part_in_the_numbers(kernels: Any, field: str) -> None:
+    i, dy = layer((4, 3, 5), parameters=(None, None))
+    values = others_of(i)
+    assert field in values, f"`others_of` of passes.py must have a value of `NormArgs.{field}`"
+    changed = i._replace(**{field: values[field]})
+    plain, found = (definition(v, dy, np.ones((4, 3, 5))) for v in (i, changed))
+    differ = [name for name, v in found.items() if not np.array_equal(v, plain[name])]
+    assert differ, f"`definition` of passes.py must say what `NormArgs.{field}` does"
+    check(kernels, changed, dy, hint=f"where `NormArgs.{field}` alone has another value")
 
 
 def gaps(a: Any) -> Any:

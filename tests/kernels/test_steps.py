@@ -138,6 +138,7 @@ def test_running_statistics_move_by_the_formula(
     olds = np.random.default_rng(1).uniform(0.5, 2.0, (2, 7)).astype(dtype)
     counter = None if n is None else of(np.array(n))
     options: Any = {"momentum": momentum, "convention": convention, "num_batches": counter}
+    assert Running._fields == ("mean", "var", *options), "each field needs values of its own here"
     with only(kernels):
         found = moved(kernels, [of(v.copy()) for v in olds], total=total, count=count, **options)
     is_moved = int(total > 0)
