@@ -315,11 +315,6 @@ def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, .
     "name, options",
     [
         *((name, {"running_var": "unbiased_local"}) for name in LAYERS),
-        ("sync", {"affine": False, "weighting": "rank"}),
-        ("sync", {"bias": False, "weighting": "sample", "running_var": "biased"}),
-        ("sync", {"track_running_stats": False}),
-        ("sub", {"track_running_stats": False}),
-        ("sub", {"momentum": None}),
         ("sync", {"dtype": torch.bfloat16}),
     ],
     ids=str,
