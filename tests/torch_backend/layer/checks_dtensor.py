@@ -161,10 +161,9 @@ def _evaluated(layer: Any, x: Any, dy: Any) -> dict[str, Any]:
 
 def check_evaluation_is_local_in_all_placements(world: Communicator) -> None:
     """The numbers and the gradients are those of one process, whatever the options are."""
-    mesh, cases = _mesh(2, 2), [({}, each) for each in itertools.product(PLACEMENTS, PLACEMENTS)]
-    for name, values in OTHERS.items():
-        cases += [({name: v}, tuple(BOTH)) for v in values if name != "num_splits"]
-    for options, placements in cases:
+    mesh, cases = _mesh(2, 2), itertools.product(PLACEMENTS, PLACEMENTS)
+    others = [{name: v} for name, values in OTHERS.items() for v in values if name != "num_splits"]
+    for options, placements in (*(({}, p) for p in cases), *((o, tuple(BOTH)) for o in others)):
         plain = _layer(**options).eval()
         for buffer in (b for b in plain.buffers() if b.ndim):
             nn.init.uniform_(buffer, 0.5, 2)
