@@ -19,7 +19,7 @@ from multibn import SingleProcess, kernels
 from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import plan, recompute
-from multibn.kernels import cuda, reference
+from multibn.kernels import NormArgs, cuda, reference
 from multibn.kernels.triton import launch, prepared
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled
@@ -243,7 +243,7 @@ def test_bits_of_the_operators_of_compiled_code(
         for _ in range(3):
             x, dy = (torch.randn(*IMAGES).to(DEVICE) for _ in range(2))
             weight, bias = (torch.randn(8).to(DEVICE) if affine else None for _ in range(2))
-            args = x, weight, bias, 1e-5, [0, 2, 3], True, None, None
+            args = compiled._spread(NormArgs(x, weight, bias, 1e-5, (0, 2, 3), relu=True))
             sums = compiled._forward_sums(*args, 8, id(communicator), "element", True)
             batch = compiled._statistics(*sums)
             gradients = compiled._backward_sums(dy, *args, *batch, True, id(communicator))
