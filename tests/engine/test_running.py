@@ -17,6 +17,8 @@ BATCH = BatchStatistics(np.array([2.0]), np.array([3.0]), np.array(10.0), np.arr
         ("unbiased_local", 1, 1),  # ChainerMN's m/max(m-1, 1)
         ("unbiased_local", 0, 10 / 9),  # of a rank without data, which has no factor of its own
         ("unbiased_local", np.array(0.0), 10 / 9),
+        ("unbiased_local", np.array(1.0), 1),
+        ("unbiased_local", np.array(2.0), 2),
         ("biased", 4, 1),
     ],
 )
