@@ -145,11 +145,9 @@ def test_a_weight_is_the_oracles_for_numbers_and_arrays(xp: Any, weighting: Any)
         xs = [np.ones((samples, 1, length)), np.zeros((1, 1, 1))]
         options: Any = {"eps": EPS, "weighting": weighting}
         (mean,) = oracle.batch_norm(xs, xs, np.ones(1), np.zeros(1), **options).mean
-        numbers = float(samples * length), float(samples)
-        for given in (numbers, [xp.asarray(n, dtype=xp.float64) for n in numbers]):
-            weight = rank_weight(*given, weighting)
-            kind = type(given[0]).__name__
-            assert abs(float(weight) - mean / (1 - mean)) < 1e-12, f"{weighting!r} of a {kind}"
+        for of in (float, partial(xp.asarray, dtype=xp.float64)):
+            weight, kind = rank_weight(of(samples * length), of(samples), weighting), type(of(1))
+            assert abs(float(weight) - mean / (1 - mean)) < 1e-12, f"{weighting!r} of {kind}"
 
 
 def test_each_weighting_is_a_word_of_the_signatures_and_of_the_documents() -> None:

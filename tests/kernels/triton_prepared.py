@@ -23,6 +23,7 @@ from multibn.kernels import NormArgs, cuda, reference
 from multibn.kernels.triton import launch, prepared
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled
+from tests.helpers.spread import OTHERS
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
 from tests.kernels.triton_passes import wide
@@ -131,20 +132,18 @@ def test_bits_of_dtypes_and_layouts(
     assert count == 2 * 4  # two halves of two passes, in all steps but the first
 
 
+# The verbs take masks, and move cumulative averages.
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "ReLU": ({"fuse_relu": True}, {}, 8),
+    **{
+        f"{name}={value}": ({name: value}, {}, 4 if value is None else 8)
+        for name, values in OTHERS.items()
+        for value in values
+        if name != "num_splits"
+    },
     "residual": ({"fuse_relu": True}, {"residual": True}, 8),
     "residual without a ReLU": ({}, {"residual": True}, 8),
-    "no parameters": ({"affine": False}, {}, 8),
-    "no bias": ({"bias": False}, {}, 8),
-    "no running statistics": ({"track_running_stats": False}, {}, 8),
-    "biased": ({"running_var": "biased"}, {}, 8),
-    "unbiased_local": ({"running_var": "unbiased_local"}, {}, 8),
-    "by ranks": ({"weighting": "rank"}, {}, 8),
     "a matrix": ({}, {"shape": (16, 8)}, 8),
     "odd planes": ({}, {"shape": (4, 8, 3, 5)}, 8),
-    # The verbs' own.
-    "cumulative": ({"momentum": None}, {}, 4),
     "mask": ({}, {"mask": torch.arange(16).reshape(4, 1, 4) % 3 > 0}, 0),
 }
 
