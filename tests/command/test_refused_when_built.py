@@ -102,6 +102,7 @@ def _model() -> nn.Module:
 
 def _torch() -> dict[Call, Call]:
     from multibn import torch_backend as tb
+    from multibn.torch_backend.layer.base import SyncNormBase
 
     x = torch.randn(4, 3)
 
@@ -112,11 +113,9 @@ def _torch() -> dict[Call, Call]:
         options.setdefault("num_iters", 1)
         tb.update_bn_stats(_model(), [x], progress=False, **options)
 
-    layers = (
-        *(tb.SyncBatchNorm, tb.SyncBatchNorm1d, tb.SyncBatchNorm2d, tb.SyncBatchNorm3d),
-        *(tb.NaiveSyncBatchNorm1d, tb.NaiveSyncBatchNorm2d, tb.NaiveSyncBatchNorm3d),
-    )
-    sub = (tb.SubBatchNorm1d, tb.SubBatchNorm2d, tb.SubBatchNorm3d)
+    kinds = [v for v in vars(tb).values() if isinstance(v, type)]
+    layers = [v for v in kinds if issubclass(v, SyncNormBase)]
+    sub = [v for v in layers if "num_splits" in inspect.signature(v).parameters]
     of_models = (tb.average_gradients, tb.check_sync, tb.sync_running_stats, tb.join)
     return {
         **{cls: partial(cls, num_features=3) for cls in layers},

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import multibn
-from multibn import SingleProcess
+from multibn import SingleProcess, torch_backend
 from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
@@ -32,6 +32,7 @@ from multibn.torch_backend import (
     convert_sync_batchnorm,
     step_statistics,
 )
+from multibn.torch_backend.layer.base import SyncNormBase
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 from tests.torch_backend.convert.test_class_swap import Activated, Copied
@@ -80,6 +81,13 @@ LAYERS: dict[str, Callable[..., Any]] = {
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_sharing_layer = pytest.mark.parametrize("name", [n for n in LAYERS if "split" not in n])
+
+
+def test_each_public_layer_has_a_row() -> None:
+    kinds = [v for v in vars(torch_backend).values() if isinstance(v, type)]
+    public = {re.sub(r"\dd$", "", v.__name__) for v in kinds if issubclass(v, SyncNormBase)}
+    rows = {re.sub(r"\dd$", "", type(LAYERS[n](process_group=LOCAL)).__name__) for n in LAYERS}
+    assert public <= rows, f"LAYERS of test_every_layer.py must have a row of {public - rows}"
 
 
 def make(name: str, process_group: Any = LOCAL, dtype: Any = torch.float64, **options: Any) -> Any:
