@@ -140,7 +140,7 @@ def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_a_weight_is_the_oracles_for_numbers_and_arrays(xp: Any, weighting: Any) -> None:
-    """Beside a rank of weight 1, which has a zero, the mean of ones tells what they count for."""
+    """The mean of ones tells what they count for, beside a zero on a rank of weight 1."""
     for samples, length in ((4, 5), (2, 3), (1, 1), (0, 5)):
         xs = [np.ones((samples, 1, length)), np.zeros((1, 1, 1))]
         options: Any = {"eps": EPS, "weighting": weighting}

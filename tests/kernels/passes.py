@@ -138,7 +138,7 @@ def layer(
 
 
 def others_of(i: NormArgs) -> dict[str, Any]:
-    """For each field of `NormArgs`, another value than that of `i`, whose shape is (4, 3, 5)."""
+    """Each field of `NormArgs` has another value than `i`, which is of shape (4, 3, 5)."""
     arrays = {"x": data((4, 3, 5), seed=7), "residual": data((4, 3, 5), seed=8)}
     arrays |= {"weight": np.linspace(-1, 2, 3), "bias": np.linspace(0.5, -2, 3)}
     arrays |= {"mask": np.arange(20).reshape(4, 1, 5) % 3 > 0}
