@@ -203,7 +203,6 @@ def unlike() -> Any:
 
 
 UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"momentum": 0.2}, {}, "momentum (1 - decay) is 0.2 in torch, 0.1 in Chainer"),
     ({"momentum": None}, {}, "momentum (1 - decay) is None in torch, 0.1 in Chainer"),
     ({}, {"decay": 0.99}, "momentum (1 - decay) is 0.1 in torch, 0.01 in Chainer"),
     ({"affine": False}, {"use_beta": False}, "affine (gamma) is False in torch, True in Chainer"),
