@@ -32,7 +32,7 @@ from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import NormArgs, reference
 from multibn.kernels.layout import channels as channels
 from multibn.kernels.layout import sizes as sizes
-from multibn.kernels.spec import NOT_FINITE, REFUSED
+from multibn.kernels.spec import NOT_FINITE, REFUSED, unpack
 
 
 class Moments(NamedTuple):
@@ -165,7 +165,7 @@ def total(
     _, batch, state = kernels.select(payload).finish_forward(args, summed, weight, count)
     if state in (REFUSED, NOT_FINITE):
         raise_for(state, communicator, summed, summed)
-    return batch
+    return unpack(batch)
 
 
 def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -> None:

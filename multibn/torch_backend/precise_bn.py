@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import length_hint
 from typing import Any, Literal, TypeAlias
@@ -39,7 +39,7 @@ from multibn.torch_backend.train.synchrony import participants
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 # The names of what tells a model where padding is.
-_MASK = re.compile("mask|len(gth)?s?$")
+_MASK = re.compile("(mask|len|length)s?$")
 
 
 def update_bn_stats(
@@ -202,7 +202,8 @@ def _forward(model: nn.Module, batch: Any, *, left_out: set[str]) -> None:
     """Call the model with a batch; note what it takes beside the first thing of several."""
     has_several = type(batch) in (tuple, list)
     if has_several and len(batch) > 1:
-        left_out.update(filter(_MASK.search, inspect.signature(model.forward).parameters))
+        with suppress(TypeError, ValueError):  # a function in C has no signature
+            left_out.update(filter(_MASK.search, inspect.signature(model.forward).parameters))
     try:
         model(batch[0] if has_several else batch)
     except (TypeError, AttributeError, ValueError) as error:

@@ -12,7 +12,7 @@ import pytest
 from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
 from multibn.engine import PopulationEstimator, plan, statistics
-from multibn.engine.masks import WEIGHTINGS
+from multibn.engine.masks import WEIGHTINGS, rank_weight
 from multibn.engine.statistics import (
     aggregate,
     local_moments,
@@ -136,6 +136,18 @@ def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting
                 found, (expected.y[rank], expected.mean, expected.var), strict=False
             ):
                 np.testing.assert_allclose(one, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_a_weight_is_the_oracles_for_numbers_and_arrays(xp: Any, weighting: Any) -> None:
+    """The mean of ones tells what they count for, beside a zero on a rank of weight 1."""
+    for samples, length in ((4, 5), (2, 3), (1, 1), (0, 5)):
+        xs = [np.ones((samples, 1, length)), np.zeros((1, 1, 1))]
+        options: Any = {"eps": EPS, "weighting": weighting}
+        (mean,) = oracle.batch_norm(xs, xs, np.ones(1), np.zeros(1), **options).mean
+        for of in (float, partial(xp.asarray, dtype=xp.float64)):
+            weight, kind = rank_weight(of(samples * length), of(samples), weighting), type(of(1))
+            assert abs(float(weight) - mean / (1 - mean)) < 1e-12, f"{weighting!r} of {kind}"
 
 
 def test_each_weighting_is_a_word_of_the_signatures_and_of_the_documents() -> None:

@@ -170,8 +170,8 @@ static void read_finish_forward(Call *a, PyObject *const *args)
     a->message = take(a, args[4], FLOAT64, 2 * a->pass.C + NUM_SCALARS, 0).at;
     a->weight = number(a, args[5]);
     a->count = number(a, args[6]);
-    a->total = take(a, get_field(a, args[1], Batch_count), FLOAT64, 1, WRITTEN).at;
-    a->element_weight = take(a, get_field(a, args[1], Batch_element_weight), FLOAT64, 1, WRITTEN).at;
+    a->total = take_statistic(a, args[1], Batch_count, 2 * a->pass.C, 1, WRITTEN);
+    a->element_weight = take_statistic(a, args[1], Batch_element_weight, 2 * a->pass.C + 1, 1, WRITTEN);
     PyObject *running = get_field(a, args[0], Input_running);
     if (running == Py_None)
         return;
@@ -218,7 +218,8 @@ static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
     a->message = take(a, args[1], FLOAT64, 2 * a->pass.C, 0).at;
-    a->weight = number(a, get_field(a, get_field(a, args[0], Gradient_batch), Batch_element_weight));
+    PyObject *batch = get_field(a, args[0], Gradient_batch);
+    a->weight = a->numbers ? a->numbers[2 * a->pass.C + 1] : number(a, get_field(a, batch, Batch_element_weight));
     a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | OPTIONAL);
     a->pass.more = take_like(a, args[3], &a->x.a, WRITTEN | OPTIONAL);
     take_coefficients(a, args[4], 4);
@@ -254,7 +255,7 @@ static PyMethodDef functions[] = {
 static int execute(PyObject *module)
 {
     const int count = num_levels();
-    PyObject *names = PyTuple_New(count), *known = Py_BuildValue("(ssss)", FIELDS[0], FIELDS[1], FIELDS[2], FIELDS[3]);
+    PyObject *names = PyTuple_New(count), *known = Py_BuildValue("(sssss)", FIELDS[0], FIELDS[1], FIELDS[2], FIELDS[3], FIELDS[4]);
     for (int i = 0; names && i < count; i++)
         PyTuple_SetItem(names, i, PyUnicode_FromString(LEVELS[i].name));
     level = count - 1;

@@ -184,7 +184,8 @@ def forward(
         plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
     if layer is not None and key is not None:
         layer.keep(key, plan)
-    return autograd.forward(plan, args)
+    y, batch = autograd.forward(plan, args)
+    return y, unpack(batch)
 
 
 def check(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
