@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from multibn import _platform
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.status_board import RankLostError
@@ -323,6 +324,7 @@ def test_why_not_says_what_keeps_memory_from_being_shared(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="MULTIBN_SHARED_MEMORY must be 0 or 1: got 'no'"):
         shared_memory.why_not()
     monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "1")
+    monkeypatch.setattr(_platform.metadata, "distributions", lambda **_: [])  # no other one
     for where, name, instead, said in (
         (shared_memory, "_opened", lambda offer: None, "needs /proc: cannot open /proc/"),
         (os, "posix_fallocate", refuse, "gives no memory to share: Cannot allocate"),
