@@ -71,11 +71,14 @@ def pair(
     errors, torch's model has the state of Chainer's. Raises ValueError for what is no pair.
     """
     function = find(path)  # makes Chainer importable
-    from multibn.chainer_backend import create_mnbn_model
+    from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
     from multibn.torch_backend import convert_sync_batchnorm
 
+    # isort: split
+    from chainer import links as L
+
     torch_model, chainer_model, x = _made(path, function)
-    is_shared = _set_ranks(path, torch_model, chainer_model, SingleProcess())
+    _set_ranks(path, torch_model, chainer_model, SingleProcess())
     _check_call(f"the torch model of {path}", Torch(torch_model), x)
     _check_call(f"the Chainer model of {path}", Chainer(chainer_model), x)
     if unlike := list(_unlike(torch_model, chainer_model)):
@@ -84,7 +87,9 @@ def pair(
     if communicator is not None:
         _set_ranks(path, torch_model, chainer_model, communicator)
         torch_model = convert_sync_batchnorm(torch_model, communicator)
-        if not is_shared:
+        links = list(chainer_model.links())
+        is_plain = not any(isinstance(link, MultiNodeBatchNormalization) for link in links)
+        if is_plain or any(isinstance(link, L.BatchNormalization) for link in links):
             chainer_model = create_mnbn_model(chainer_model, communicator)
     return torch_model, chainer_model, x, []
 
@@ -160,20 +165,14 @@ def _load(path: str, torch_model: Any, chainer_model: Any) -> None:
         ) from error
 
 
-def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communicator) -> bool:
-    """Give the layers of multibn's these ranks; whether a model of Chainer's has such links only.
+def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communicator) -> None:
+    """Give the layers of multibn's these ranks. Other layers that share cannot be given any."""
+    from torch import nn
 
-    Other layers that share cannot be given any.
-    """
     from multibn.chainer_backend import MultiNodeBatchNormalization
     from multibn.torch_backend import SyncBatchNorm
 
-    # isort: split
-    from chainer import links as L
-    from torch import nn
-
-    links = list(chainer_model.links())
-    for layer in (*torch_model.modules(), *links):
+    for layer in (*torch_model.modules(), *chainer_model.links()):
         if isinstance(layer, SyncBatchNorm):
             layer.process_group = ranks
         elif isinstance(layer, MultiNodeBatchNormalization):
@@ -184,9 +183,6 @@ def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communica
                 f"the models of {path} must have the layers of one process, nn.BatchNorm2d and "
                 f"L.BatchNormalization for example, which the comparison converts: got {kind}."
             )
-    has = [any(isinstance(v, kind) for v in links)
-           for kind in (MultiNodeBatchNormalization, L.BatchNormalization)]  # fmt: skip
-    return has == [True, False]
 
 
 def _unlike(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
