@@ -10,23 +10,19 @@ layers go unnoticed, and a batch that is not finite is skipped. Results do not d
 in which programs run, but on the number of the GPU's multiprocessors, among which sums are divided.
 """
 
-import math
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from multibn.kernels import reference
-from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.reference import parameter_gradients as parameter_gradients
 from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
 from multibn.kernels.triton.prepared import PreparedStep as PreparedStep
-from multibn.wire import HEAD, NO_MARK, Message, backward_payload, forward_payload
+from multibn.kernels.triton.tiling import DTYPES, Plan, plan_of
+from multibn.wire import HEAD, NO_MARK, Message, backward_payload
 
 if torch.cuda.is_available():
     require_launcher()
@@ -36,17 +32,6 @@ FIELDS: dict[Any, tuple[str, ...]] = {
     Gradient: ("dy", "input", "batch", "y", "needs_dx"),
     Running: ("mean", "var", "momentum", "convention", "num_batches"),
 }
-
-_DTYPES = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32)
-_DTYPES[torch.float64] = torch.float64
-_LANGUAGE = {torch.float32: tl.float32, torch.float64: tl.float64}
-_TILE = 2048  # elements: 16 for each thread of Triton's 4 warps
-_VECTOR = 16  # bytes that a thread reads at once
-# Programs for each multiprocessor: sums run all at a time; of the other passes, whose programs have
-# nothing in common, many, so that none waits long for the last.
-_SUMS, _ELEMENTWISE = 4, 32
-_MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `passes.moments`
-_PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are written and read
 
 _BLOCK = 256  # channels of a program of a step
 # Without fused operations products and sums are rounded one by one, as in `reference`.
@@ -198,12 +183,12 @@ def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool =
     return _first_three(plan, found) if coefficients else _normalize(plan, args, found)
 
 
-def _first_three(plan: "_Plan", coefficients: Tensor) -> Tensor:
+def _first_three(plan: Plan, coefficients: Tensor) -> Tensor:
     """Those of `reference.output_coefficients`."""
     return coefficients[:3].view(3, *plan.shape)
 
 
-def _normalize(plan: "_Plan", args: NormArgs, coefficients: Tensor) -> Tensor:
+def _normalize(plan: Plan, args: NormArgs, coefficients: Tensor) -> Tensor:
     x, residual = args.x, args.residual
     programs, sizes, _, constants, known = plan.elementwise[args.relu]
     y = torch.empty_like(x)
@@ -230,7 +215,7 @@ def coefficients_of(
     return coefficients
 
 
-def movable(running: Running, plan: "_Plan") -> bool:
+def movable(running: Running, plan: Plan) -> bool:
     """Whether the kernels can move these running statistics."""
     mean, var, counter = running.mean, running.var, running.num_batches
     return (
@@ -288,7 +273,7 @@ def fit(
     """Whether the kernels can take these wide tensors, and others of other dtypes or None."""
     for dtypes, arrays in (
         ((torch.float64,), wide),
-        (_DTYPES, parameters),
+        (DTYPES, parameters),
         ((torch.int64,), counters),
     ):
         for v in arrays:
@@ -325,123 +310,12 @@ def _inputs(g: Gradient) -> tuple[Any, Any]:
     return (dy, x, y, mask if mask is None else _bytes(mask)), key
 
 
-class _Tiling(NamedTuple):
-    """How a pass over an activation is divided among programs, see `passes`."""
-
-    programs: int
-    sizes: tuple[int, ...]  # as in `passes`
-    splits: int
-    constants: dict[str, Any]
-    known: dict[Any, Any]  # what `launch` has compiled
-
-
-class _Plan(NamedTuple):
-    """The passes over all activations of one dtype, shape, strides and device, masked or not."""
-
-    shape: tuple[int, ...]  # of a per-channel tensor
-    channels: int
-    payload: int  # the length of a forward payload
-    dtype: torch.dtype  # of the arithmetic
-    device: torch.device
-    sums: _Tiling
-    elementwise: tuple[_Tiling, _Tiling]  # without and with a ReLU
-
-
-def _plan(args: NormArgs) -> "_Plan | None":
+def _plan(args: NormArgs) -> Plan | None:
     """The plan of a pass; None if the kernels cannot take the pass."""
     x = args.x
     if args.residual is not None and args.residual.dtype != x.dtype:
         return None
-    return _plan_of(x.shape, x.stride(), x.dtype, args.axis, x.device, args.mask is not None)
-
-
-@lru_cache(maxsize=1024)
-def _plan_of(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    axis: tuple[int, ...],
-    device: torch.device,
-    is_masked: bool = False,
-) -> _Plan | None:
-    """The plan; None if the kernels cannot take such activations."""
-    sizes = sizes_in_memory(shape, strides, axis)
-    reduced = [strides[i] for i in axis if shape[i] > 1]
-    # The elements of a channel must be in memory as those of a mask.
-    in_order = not is_masked or reduced == sorted(reduced, reverse=True)
-    if sizes is None or 0 in shape or dtype not in _DTYPES or not in_order:
-        return None
-    _, C, S = sizes
-    multiprocessors = _multiprocessors(device)
-    last = int(S == 1 and C > 1)
-    sums = _sums(sizes, last, dtype, _SUMS * multiprocessors)
-    columns = 2 if S % _vector(sizes, dtype) and S > 1 else last
-    plain, relu = (
-        tiling._replace(constants=tiling.constants | {"RELU": relu}, known={})
-        for tiling in [_tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)]
-        for relu in (False, True)
-    )
-    payload, arithmetic = forward_payload(C), _DTYPES[dtype]
-    return _Plan(channels(shape, axis), C, payload, arithmetic, device, sums, (plain, relu))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, programs: int) -> _Tiling:
-    """Programs that sum: as many as run at a time, but few enough for small arrays of sums."""
-    N, C, S = sizes
-    # Four numbers of each split are written and read.
-    partials, traffic = 2 * 4 * _DTYPES[dtype].itemsize, N * S * dtype.itemsize
-    splits = max(int(_PARTIALS * traffic / partials), 1)
-    cols = 64
-    while columns and cols * dtype.itemsize > 32 and triton.cdiv(C, cols) * splits < programs:
-        cols //= 2  # 32 bytes are the least that a GPU reads from its memory
-    return _tiling(sizes, columns, dtype, programs, cols, splits, _MAX_TILES)
-
-
-def _tiling(
-    sizes: tuple[int, int, int],
-    columns: int,
-    dtype: torch.dtype,
-    programs: int,
-    cols: int = 64,
-    max_splits: int = 1 << 30,
-    max_tiles: int = 1 << 30,
-) -> _Tiling:
-    """Tiles for about so many programs; `cols` is for channels that come last."""
-    N, C, S = sizes
-    vector = _vector(sizes, dtype)
-    width = C * S if columns else S
-    # Of a plane that begins inside of a vector.
-    slack = 0 if columns or S % vector == 0 else vector
-    cols = min(triton.next_power_of_2(width + slack), (512, cols, 256)[columns], _TILE)
-    rows = min(triton.next_power_of_2(N), _TILE // cols)
-    blocks = triton.cdiv(width, cols) if columns else C
-    tiles = triton.cdiv(N, rows) * (1 if columns else triton.cdiv(S, cols - slack))
-    per_program = max(triton.cdiv(tiles * blocks, programs), triton.cdiv(tiles, max_splits))
-    per_program = min(per_program, tiles, max_tiles)
-    splits = triton.cdiv(tiles, per_program)
-    per_program = triton.cdiv(tiles, splits)  # in equal shares: the last program has no empty ones
-    constants = {
-        "ROWS": rows,
-        "COLS": cols,
-        "COLUMNS": columns,
-        "VECTOR": vector,
-        "DTYPE": _LANGUAGE[_DTYPES[dtype]],
-        "enable_fp_fusion": True,  # the default, but Triton 3.9 warns without it
-    }
-    width, step = (width // vector, 0) if columns else (S, (cols - slack) // vector)
-    arguments = N, width, C * S // vector, step, S, C, blocks, per_program, splits
-    return _Tiling(blocks * splits, arguments, splits, constants, {})
-
-
-def _vector(sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """How many elements a thread reads at once: rows begin at their multiples."""
-    return math.gcd(sizes[1] * sizes[2], _VECTOR // dtype.itemsize)
+    return plan_of(x.shape, x.stride(), x.dtype, args.axis, x.device, args.mask is not None)
 
 
 def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
