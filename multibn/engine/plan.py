@@ -18,7 +18,7 @@ from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.running import StepAccumulator, update_running
-from multibn.kernels import BatchStatistics, reference
+from multibn.kernels import BatchStatistics, reference, steps
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import NormArgs as NormArgs
 from multibn.kernels.spec import CANCELLED, OK, unpack
@@ -161,7 +161,7 @@ class Plan:
                 update_running(args.running, batch, count)
             return self._verbs.normalize(args, batch), batch
         statistics.raise_for(state, during, summed, args.x)
-        batch = reference.skipped(batch)
+        batch = steps.skipped(batch)
         if type(args.running) is StepAccumulator:
             args.running.add(batch, local_count=count)
         return self._verbs.normalize(args, batch), batch

@@ -30,7 +30,7 @@ from multibn.communicators import Communicator, layer_communicator, nonfinite
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
-from multibn.kernels import NormArgs, reference
+from multibn.kernels import NormArgs, steps
 from multibn.kernels.layout import channels as channels
 from multibn.kernels.layout import sizes as sizes
 from multibn.kernels.spec import NOT_FINITE, REFUSED
@@ -107,7 +107,7 @@ def local_moments(
     args = NormArgs(x, None, None, 0.0, axis, mask=mask)
     _, count = masks.weigh(args, count, "element")
     payload = kernels.select(x).begin_forward(args, 1.0, count)
-    mean, meansqr = reference.split_sums(payload, shape)
+    mean, meansqr = steps.split_sums(payload, shape)
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
 
@@ -152,7 +152,7 @@ def aggregate(
     mean, meansqr, count, num_samples = moments
     weight = masks.rank_weight(count, num_samples, weighting)
     mark = wire.mark(communicator.rank)
-    payload = reference.pack(mean, meansqr, weight, count, mark)
+    payload = steps.pack(mean, meansqr, weight, count, mark)
     return total(payload, mean.shape, weight, count, communicator)
 
 
@@ -200,7 +200,7 @@ def refuse(
     if error is not None:
         log_to_stderr(str(error))
     xp = array_namespace(like)
-    wide = reference.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
+    wide = steps.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     shape = (wire.forward_payload(num_channels),)
     mark = wire.mark(communicator.rank)
     payload = xp.full(shape, mark, dtype=wide.dtype, device=device(wide))

@@ -19,11 +19,11 @@ import numpy as np
 
 from multibn._arrays import array_namespace
 from multibn._typing import Array
-from multibn.kernels import reference
+from multibn.kernels import reference, steps
 from multibn.kernels.core import _core
 from multibn.kernels.layout import channels, sizes
-from multibn.kernels.reference import update_running
 from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
+from multibn.kernels.steps import update_running
 from multibn.wire import NO_MARK
 
 FIELDS: dict[Any, list[str]] = dict(
@@ -176,9 +176,9 @@ def finish_backward(
 def parameter_gradients(
     summed: Array, g: Gradient, *, divisor: float
 ) -> tuple[Array | None, Array | None]:
-    """Do as `reference.parameter_gradients`."""
+    """Do as `steps.parameter_gradients`."""
     if type(summed) is not np.ndarray or type(g.dy) is not np.ndarray:
-        return reference.parameter_gradients(summed, g, divisor=divisor)
+        return steps.parameter_gradients(summed, g, divisor=divisor)
     weight, bias, means, C = g.input.weight, g.input.bias, summed / divisor, summed.size // 2
     return (
         None if weight is None else means[C:].astype(weight.dtype).reshape(weight.shape),

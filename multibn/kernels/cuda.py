@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from multibn.kernels import reference
-from multibn.kernels.reference import parameter_gradients as parameter_gradients
 from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
+from multibn.kernels.steps import parameter_gradients as parameter_gradients
+from multibn.kernels.steps import state_of, variance_factor
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
 from multibn.kernels.triton.prepared import PreparedStep as PreparedStep
@@ -88,7 +89,7 @@ def finish_forward(
     ):
         return reference.finish_forward(args, summed, rank_weight, count, coefficients=coefficients)
     is_many = isinstance(count, float) and count > 1.0
-    state = OK if summed.is_cuda and is_many else reference.state(summed, count)
+    state = OK if summed.is_cuda and is_many else state_of(summed, count)
     moved = running if state == OK else None
     shape, C, new = plan.shape, plan.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
@@ -239,7 +240,7 @@ def _moved(
     _increment_version((mean, var) if counter is None else (mean, var, counter))
     momentum, convention = running.momentum, running.convention
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
-    factor = number(0.0 if is_global else reference.variance_factor(0.0, local_count, convention))
+    factor = number(0.0 if is_global else variance_factor(0.0, local_count, convention))
     cumulative = momentum is None and counter is not None
     if cumulative or is_global:
         constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global}

@@ -10,7 +10,7 @@ import pytest
 
 from multibn import kernels
 from multibn.engine import plan
-from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference
+from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference, steps
 from multibn.kernels.core import _core
 
 NEEDS = "core"
@@ -20,10 +20,10 @@ RECORDS: list[Any] = [NormArgs, Gradient, BatchStatistics, Running]
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_the_reference_reads_each_field(record: Any) -> None:
-    source = "".join(map(inspect.getsource, (reference, plan)))
+    source = "".join(map(inspect.getsource, (reference, steps, plan)))
     for name in record._fields:
         assert f".{name}" in source, (
-            f"`{record.__name__}.{name}` reaches no verb: reference.py must "
+            f"`{record.__name__}.{name}` reaches no verb: reference.py or steps.py must "
             "read the field by name. Other kernels are not used until they know the field."
         )
 

@@ -1,4 +1,4 @@
-/* Arguments of functions for Python: the named tuples of arguments.py, whose fields are read by name, and arrays. */
+/* Arguments of functions for Python: the named tuples of spec.py, whose fields are read by name, and arrays. */
 
 #include "_locate.h"
 

@@ -1,4 +1,4 @@
-/* The steps between an activation and a message, on C numbers: as in reference.py, but for the passes. */
+/* The steps between an activation and a message, on C numbers: as in steps.py. */
 
 /* An array of parameters or running statistics, or NULL. */
 typedef struct {
@@ -32,7 +32,7 @@ static void put(const double *restrict numbers, int64_t n, Parameter array)
 }
 
 enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see wire.py */
-enum { OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED }; /* states of a message: see arguments.py */
+enum { OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED }; /* states of a message: see spec.py */
 
 static const double LARGEST = 0x1p940, LARGEST_SUM = 0x1p960; /* see wire.py */
 
@@ -106,7 +106,7 @@ static int64_t finish_moments(const double *sums, double *mean, double *var, dou
 enum { UNBIASED_GLOBAL, UNBIASED_LOCAL, BIASED, NUM_CONVENTIONS }; /* of a running variance */
 static const char *const CONVENTIONS[] = {"unbiased_global", "unbiased_local", "biased"};
 
-/* See `arguments.Running`. */
+/* See `spec.Running`. */
 typedef struct {
     Parameter mean, var; /* NULL if nothing is to be moved */
     double momentum;     /* NaN for 1/n at the n-th batch */

@@ -21,7 +21,7 @@ from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import masks, statistics
 from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.statistics import BatchStatistics
-from multibn.kernels import Running, reference
+from multibn.kernels import Running, reference, steps
 from multibn.kernels.spec import unpack
 from multibn.options import NormOptions
 from multibn.torch_backend._torch_private import (
@@ -252,7 +252,7 @@ def normalize_by_running(
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
     args = NormArgs(x, weight, bias, eps, axis)
     check_options(args)
-    mean, var = map(reference.as_wide, (running_mean, running_var))
+    mean, var = map(steps.as_wide, (running_mean, running_var))
     y: Tensor = reference.normalize(args, BatchStatistics(mean, var, mean, mean))
     return y
 
