@@ -26,8 +26,8 @@ from multibn.kernels.spec import CANCELLED, OK, unpack
 # Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
 
-
-_INPUTS = "x", "weight", "bias", "residual"
+# The arrays of an input that a framework may differentiate, in the order of its nodes.
+INPUTS = "x", "weight", "bias", "residual"
 
 
 class Plan:
@@ -71,8 +71,7 @@ class Plan:
     ) -> None:
         x = args.x
         self.axis = args.axis
-        # The arrays of the input that a framework may differentiate, in the order of its nodes.
-        self.given = tuple(name for name in _INPUTS if getattr(args, name) is not None)
+        self.given = tuple(name for name in INPUTS if getattr(args, name) is not None)
         self.channels, count, *self._lengths = statistics.sizes(x.shape, args.axis)
         self.weighting: Weighting = weighting
         num_samples = x.shape[args.axis[0]]

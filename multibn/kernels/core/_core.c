@@ -104,7 +104,7 @@ static int begin_backward(Call *a, double *memory)
         return -1;
     for (int64_t c = 0; c < C; c++) {
         a->message[c] = p->sums[c];
-        a->message[C + c] = p->sums[C + c] / sqrt(s->var[c] + s->eps);
+        a->message[C + c] = p->sums[C + c] / std_of(s, c);
     }
     if (a->dbias.at)
         put(a->message, C, a->dbias);
@@ -200,7 +200,7 @@ static int finish_backward(Call *a, double *memory)
     double *y_scale = memory, *y_shift = y_scale + C, *scale = y_shift + C, *shift = scale + C;
     output_coefficients(s, C, y_scale, y_shift);
     for (int64_t c = 0; c < C; c++) {
-        const double invstd = 1 / sqrt(s->var[c] + s->eps), pull = -y_scale[c] * a->weight;
+        const double invstd = 1 / std_of(s, c), pull = -y_scale[c] * a->weight;
         scale[c] = pull * invstd * a->message[C + c];
         shift[c] = pull * a->message[c];
     }

@@ -75,6 +75,8 @@ typedef struct {
     double eps;
 } Statistics;
 
+static double std_of(const Statistics *s, int64_t c) { return sqrt(s->var[c] + s->eps); }
+
 static void output_coefficients(const Statistics *s, int64_t C, double *scale, double *shift)
 {
     for (int64_t c = 0; c < C; c++) {
@@ -86,7 +88,7 @@ static void output_coefficients(const Statistics *s, int64_t C, double *scale, d
     if (s->bias.at)
         get(s->bias, 0, 1, C, shift);
     for (int64_t c = 0; c < C; c++)
-        scale[c] *= 1 / sqrt(s->var[c] + s->eps);
+        scale[c] *= 1 / std_of(s, c);
 }
 
 /* Write the variance from the sums, and the mean in place of the centre. Returns how many channels had a centre that

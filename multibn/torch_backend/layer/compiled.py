@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from multibn._typing import Weighting
+from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import recompute
@@ -142,8 +142,10 @@ def operator(
 
 # The fields of an `NormArgs`, whose running statistics no operator moves beside the batch.
 _FIELDS = [name for name in NormArgs._fields if name != "running"]
-_KINDS = {"x": "Tensor", "eps": "float", "axis": "int[]", "relu": "bool"}
-_INPUT = ", ".join(f"{_KINDS.get(name, 'Tensor?')} {name}" for name in _FIELDS)
+_KINDS = {Array: "Tensor", float: "float", tuple[int, ...]: "int[]", bool: "bool"}
+_INPUT = ", ".join(
+    f"{_KINDS.get(NormArgs.__annotations__[name], 'Tensor?')} {name}" for name in _FIELDS
+)
 _SHARING = "SymInt num_channels, int communicator, str weighting"
 
 
