@@ -248,18 +248,3 @@ def _place(x: Array) -> str:
     if type(x) is np.ndarray or getattr(x, "is_cpu", False):
         return "host"
     return "torch's GPU" if getattr(x, "is_cuda", False) else "elsewhere"
-
-
-def forward(
-    args: NormArgs, communicator: Communicator, /, **options: Any
-) -> tuple[Any, BatchStatistics]:
-    """Run the forward pass of a plan that is prepared for this call alone; options of `Plan`."""
-    return Plan(args, communicator, **options).forward(args)
-
-
-def backward(
-    g: Gradient, communicator: Communicator, /, *, means: bool = False, verbs: Any = None
-) -> Gradients:
-    """Run the backward pass of a plan that is prepared for this call alone."""
-    plan = Plan(g.input, communicator, weighting="element", verbs=verbs)
-    return plan.backward(g, means=means)
