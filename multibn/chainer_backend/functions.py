@@ -19,7 +19,7 @@ from multibn.communicators.resolve import default_group
 from multibn.engine import masks, statistics
 from multibn.engine.plan import INPUTS, Gradient, NormArgs, Plan
 from multibn.engine.statistics import BatchStatistics
-from multibn.kernels import reference
+from multibn.kernels import layout, reference
 from multibn.kernels.spec import options_of
 
 
@@ -93,7 +93,7 @@ def check_input(
                 "the input must have 2 or more dimensions and all of the axes to reduce, "
                 f"{axis}: got shape {x.shape}."
             )
-        if (actual := statistics.channels(x.shape, axis)) != channels:
+        if (actual := layout.channels(x.shape, axis)) != channels:
             raise ValueError(
                 f"the input must have channels of shape {channels}, the link's `size`: got "
                 f"{actual} in shape {x.shape} with axes {axis} reduced."

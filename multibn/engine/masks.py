@@ -11,6 +11,7 @@ from array_api_compat import is_array_api_obj, is_torch_array, to_device
 from multibn._arrays import array_namespace, device, is_abstract, is_on_host
 from multibn._typing import Array, Weighting, check_choice
 from multibn.kernels import NormArgs, steps
+from multibn.kernels.layout import sizes
 
 
 def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
@@ -75,14 +76,13 @@ WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
 _MASKED_OUT = 2.0**-1000
 
 
-def weigh(
-    args: NormArgs, count: float, weighting: Weighting, /
-) -> tuple[float | Array, float | Array]:
-    """The weight of this rank, and its elements per channel, which are `count` without a mask.
+def weigh(args: NormArgs, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
+    """The weight of this rank, and its elements per channel, those of the mask if there is one.
 
     Numbers, or arrays of a mask on a GPU. A sample without an element that counts is no sample.
     """
     samples: Any = args.x.shape[args.axis[0]]
+    _, count, *_ = sizes(args.x.shape, args.axis)
     if args.mask is None:
         return rank_weight(count, samples, weighting), count
     xp = array_namespace(args.mask)

@@ -21,6 +21,7 @@ from multibn.engine.running import StepAccumulator, update_running
 from multibn.kernels import BatchStatistics, reference, steps
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import NormArgs as NormArgs
+from multibn.kernels.layout import sizes
 from multibn.kernels.spec import CANCELLED, OK, unpack
 
 # Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
@@ -72,10 +73,9 @@ class Plan:
         x = args.x
         self.axis = args.axis
         self.given = tuple(name for name in INPUTS if getattr(args, name) is not None)
-        self.channels, count, *self._lengths = statistics.sizes(x.shape, args.axis)
+        self.channels, _, *self._lengths = sizes(x.shape, args.axis)
         self.weighting: Weighting = weighting
-        num_samples = x.shape[args.axis[0]]
-        self._weight, self._count = masks.rank_weight(count, num_samples, weighting), count
+        self._weight, self._count = masks.weigh(args._replace(mask=None), weighting)
         self._verbs = verbs or kernels.select(x)
         self.communicator, self._phase, self._copied = communicator, phase, copied
         self.facts: Any = {"needs_gradient": needs_gradient, "finetune": finetune}
@@ -128,7 +128,7 @@ class Plan:
             messages = self._forward = _Messages(*of, **self.facts)
         weight, count = self._weight, self._count
         if args.mask is not None:
-            weight, count = masks.weigh(args, count, self.weighting)
+            weight, count = masks.weigh(args, self.weighting)
         memory = messages.memory if messages.is_fixed else messages.new(args.x)
         sent = self._verbs.begin_forward(args, weight, count, messages.mark, out=memory)
         summed = messages.allreduce(sent)

@@ -14,7 +14,7 @@ from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.engine import masks
-from multibn.engine.statistics import BatchStatistics, Moments, sizes, total
+from multibn.engine.statistics import BatchStatistics, Moments, total
 from multibn.kernels import NormArgs, Running, steps
 
 
@@ -105,7 +105,7 @@ class PopulationEstimator:
     def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
         """The share of one batch: an activation, with moments over `axis`, and its mask."""
         args = NormArgs(x, None, None, 0.0, axis, mask=mask)
-        _, count = masks.weigh(args, sizes(x.shape, axis)[1], "element")
+        _, count = masks.weigh(args, "element")
         return kernels.select(x).begin_forward(args, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:

@@ -31,8 +31,7 @@ from multibn.communicators.diagnostics import log_to_stderr
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import NormArgs, steps
-from multibn.kernels.layout import channels as channels
-from multibn.kernels.layout import sizes as sizes
+from multibn.kernels.layout import channels
 from multibn.kernels.spec import NOT_FINITE, REFUSED
 
 
@@ -103,11 +102,10 @@ def local_moments(
     form, kind = (getattr(mask, name, None) for name in ("shape", "dtype"))
     if mask is not None and (form != expected or kind != xp.bool):
         raise ValueError(f"`mask` must have shape {expected} and dtype bool: got {form}, {kind}.")
-    shape, count, *_ = sizes(x.shape, axis)
     args = NormArgs(x, None, None, 0.0, axis, mask=mask)
-    _, count = masks.weigh(args, count, "element")
+    _, count = masks.weigh(args, "element")
     payload = kernels.select(x).begin_forward(args, 1.0, count)
-    mean, meansqr = steps.split_sums(payload, shape)
+    mean, meansqr = steps.split_sums(payload, channels(x.shape, axis))
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
 

@@ -51,7 +51,7 @@ def begin_forward(
     place of moments that are not finite. `out` gets the payload and is returned: a
     `message.Message`, or a float64 vector of NumPy's.
     """
-    mean, var = local_moments(args.x, args.axis, args.mask, count)
+    mean, var = local_moments(args, count)
     return _written(pack(mean, var + mean * mean, rank_weight, count, mark), out)
 
 
@@ -189,15 +189,14 @@ def about(args: NormArgs, mean: Array, /) -> tuple[NormArgs, Array]:
     return args._replace(x=x, residual=None, relu=False, running=None), as_wide(centre)
 
 
-def local_moments(
-    x: Array, /, axis: tuple[int, ...], mask: Array | None = None, count: Any = None
-) -> tuple[Array, Array]:
-    """Mean and biased variance of `x` over `axis`, both wide; zeros for an empty `x`.
+def local_moments(args: NormArgs, count: float | Array, /) -> tuple[Array, Array]:
+    """Mean and biased variance of this rank's input, both wide; zeros for an empty input.
 
     Two passes: a rounded mean, then first and second moments about it, which correct the
     rounding error of the mean and avoid cancellation in the variance. With a mask, `count` is
     the number of elements per channel that take part.
     """
+    x, axis, mask = args.x, args.axis, args.mask
     xp = array_namespace(x)
     x = masked(xp.astype(x, arithmetic_dtype(xp, x.dtype), copy=False), mask)
     n = at_least_one(math.prod(x.shape[i] for i in axis) if mask is None else count)

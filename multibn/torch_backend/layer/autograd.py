@@ -24,12 +24,12 @@ from multibn import kernels
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, layer_communicator
 from multibn.communicators.nonfinite import layer_of, raise_for_nan_gradients
-from multibn.engine import masks, recompute, statistics
+from multibn.engine import masks, recompute
 from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.engine.running import StepAccumulator, update_running
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference
-from multibn.kernels.layout import sizes_in_memory
+from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.spec import options_of, unpack
 from multibn.torch_backend._torch_private import (
     ACTIVE_DDP,
@@ -265,14 +265,13 @@ def _forward(
 ) -> tuple[Tensor, BatchStatistics]:
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
     # the tape have no derivatives.
-    replays = recompute.replayed(statistics.channels(args.x.shape, args.axis)) is not None
+    replays = recompute.replayed(channels(args.x.shape, args.axis)) is not None
     y, batch = _normalize(args, communicator, weighting, phase="forward")
     batch = BatchStatistics(*[part.detach() for part in batch])
     if not replays:
         recompute.record(batch, args, Plan(args, communicator, weighting=weighting))
         if args.running is not None:
-            _, count, *_ = statistics.sizes(args.x.shape, args.axis)
-            update_running(args.running, batch, masks.weigh(args, count, "element")[1])
+            update_running(args.running, batch, masks.weigh(args, "element")[1])
     return y, batch
 
 

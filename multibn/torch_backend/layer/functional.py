@@ -22,6 +22,7 @@ from multibn.engine import masks, statistics
 from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference, steps
+from multibn.kernels.layout import channels
 from multibn.kernels.spec import unpack
 from multibn.options import NormOptions
 from multibn.torch_backend._torch_private import (
@@ -300,7 +301,7 @@ def check_options(args: NormArgs) -> None:
         check_eps(eps)
     shape = x.shape[1:2]
     if 1 in axis or len(axis) != x.ndim - 1:
-        shape = statistics.channels(x.shape, axis)
+        shape = channels(x.shape, axis)
     for name, p in (("weight", args.weight), ("bias", args.bias)):
         if p is not None and (p.shape != shape or not p.is_floating_point()):
             raise ValueError(
