@@ -34,9 +34,9 @@ FIELDS: dict[Any, tuple[str, ...]] = {
     Running: ("mean", "var", "momentum", "convention", "num_batches"),
 }
 
-_BLOCK = 256  # channels of a program of a step
-# Without fused operations products and sums are rounded one by one, as in `reference`.
-_STEP: dict[str, Any] = {"BLOCK": _BLOCK, "enable_fp_fusion": False}
+# BLOCK: channels of a program of a step. Without fused operations products and sums are rounded one
+# by one, as in `reference`.
+_STEP: dict[str, Any] = {"BLOCK": 256, "enable_fp_fusion": False}
 # Of programs that merge; they read so many splits of so many channels at a time.
 _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
@@ -94,7 +94,7 @@ def finish_forward(
     shape, C, new = plan.shape, plan.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
     found = new((5, C), dtype=plan.dtype)
-    arrays, how, programs, constants, key = _moved(moved, count, C)
+    arrays, how, constants, key = _moved(moved, count)
     looked_at, length = summed, 2 * C
     if length > _SHARE:
         looked_at, length = new(-(-length // _SHARE)), -(-length // _SHARE)
@@ -102,11 +102,10 @@ def finish_forward(
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
     arguments = summed, *batch, weight, bias, found, *arrays, looked_at, *numbers
     key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), plan.dtype, *key
-    launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
+    _step(steps.finish_forward, arguments, constants, ("forward", *key))
     if constants["CUMULATIVE"]:  # only now: all programs have read the counter
         arrays[2].add_(batch.count > 0)
-    y = _first_three(plan, found) if coefficients else _normalize(plan, args, found)
-    return y, batch, state
+    return _output(plan, args, found, coefficients), batch, state
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
@@ -159,8 +158,7 @@ def finish_backward(
         weight, found = g.input.weight, summed.new_empty((4, *plan.shape), dtype=plan.dtype)
         arguments = summed, *g.batch[:2], weight, factor, found, number(g.input.eps), plan.channels
         key = "gradient", _kind(weight), _kind(factor), plan.dtype
-        programs = -(-plan.channels // _BLOCK)
-        launch(steps.gradient_coefficients, programs, arguments, _STEP, key, _known)
+        _step(steps.gradient_coefficients, arguments, _STEP, key)
         return found, None
     programs, sizes, _, constants, known = plan.elementwise[g.input.relu]
     dx = torch.empty_like(x)
@@ -181,15 +179,13 @@ def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool =
     if plan is None or not fit(plan.device, plan.shape, about, parameters):
         return reference.normalize(args, batch, coefficients=coefficients)
     found = coefficients_of(*about, *parameters, args.eps, plan.dtype)
-    return _first_three(plan, found) if coefficients else _normalize(plan, args, found)
+    return _output(plan, args, found, coefficients)
 
 
-def _first_three(plan: Plan, coefficients: Tensor) -> Tensor:
-    """Those of `reference.output_coefficients`."""
-    return coefficients[:3].view(3, *plan.shape)
-
-
-def _normalize(plan: Plan, args: NormArgs, coefficients: Tensor) -> Tensor:
+def _output(plan: Plan, args: NormArgs, found: Tensor, coefficients: bool) -> Tensor:
+    """The output by what `coefficients_of` has found, or `reference.output_coefficients`."""
+    if coefficients:
+        return found[:3].view(3, *plan.shape)
     x, residual = args.x, args.residual
     programs, sizes, _, constants, known = plan.elementwise[args.relu]
     y = torch.empty_like(x)
@@ -199,7 +195,7 @@ def _normalize(plan: Plan, args: NormArgs, coefficients: Tensor) -> Tensor:
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
     mask = args.mask if args.mask is None else _bytes(args.mask)
-    arguments = x, mask, coefficients, residual, y, *sizes
+    arguments = x, mask, found, residual, y, *sizes
     launch(passes.normalize, programs, arguments, constants, key, known)
     return y
 
@@ -212,7 +208,7 @@ def coefficients_of(
     coefficients = mean.new_empty((5, C), dtype=dtype)
     arguments = mean, var, weight, bias, coefficients, number(eps), C
     key = "coefficients_of", _kind(weight), _kind(bias), dtype
-    launch(steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key, _known)
+    _step(steps.coefficients_of, arguments, _STEP, key)
     return coefficients
 
 
@@ -230,12 +226,12 @@ def movable(running: Running, plan: Plan) -> bool:
 
 
 def _moved(
-    running: Running | None, local_count: Any, C: int
-) -> tuple[tuple[Any, ...], tuple[int, Any], int, dict[str, Any], tuple[Any, ...]]:
-    """Arrays and numbers of `steps`, how many programs, constants, part of a key."""
-    programs, constants = -(-C // _BLOCK), _NOT_MOVED
+    running: Running | None, local_count: Any
+) -> tuple[tuple[Any, ...], tuple[int, Any], dict[str, Any], tuple[Any, ...]]:
+    """Arrays and numbers of `steps`, constants, part of a key."""
+    constants = _NOT_MOVED
     if running is None:
-        return (None, None, None), (0, 0), programs, constants, (None,)
+        return (None, None, None), (0, 0), constants, (None,)
     mean, var, counter = running.mean, running.var, running.num_batches
     _increment_version((mean, var) if counter is None else (mean, var, counter))
     momentum, convention = running.momentum, running.convention
@@ -245,7 +241,7 @@ def _moved(
     if cumulative or is_global:
         constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global}
     key = mean.dtype, var.dtype, counter is None, cumulative, is_global, type(factor)
-    return (mean, var, counter), (number(momentum or 0.0), factor), programs, constants, key
+    return (mean, var, counter), (number(momentum or 0.0), factor), constants, key
 
 
 def _message(out: Message | None, like: Tensor, length: int) -> tuple[Tensor, int, int, int]:
@@ -263,9 +259,13 @@ def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> Non
     partials = arguments[0]
     _, splits, C = partials.shape
     constants = _FEW_SPLITS if splits <= 32 else _MANY_SPLITS
-    key = *key, partials.dtype, splits <= 32
-    programs = -(-C // constants["BLOCK"])
-    launch(kernel, programs, (*arguments, splits, C), constants, key, _known)
+    _step(kernel, (*arguments, splits, C), constants, (*key, partials.dtype, splits <= 32))
+
+
+def _step(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], key: Any) -> None:
+    """Launch a program for each block of channels, whose number is the last argument."""
+    programs = -(-arguments[-1] // constants["BLOCK"])
+    launch(kernel, programs, arguments, constants, key, _known)
 
 
 def fit(

@@ -186,13 +186,19 @@ def test_sums_of_large_squares_overflow_earlier_than_in_host_memory() -> None:
         assert bool(payload[1] < LARGEST) == fits
 
 
-def test_a_cumulative_average_of_many_channels_is_divided_among_programs() -> None:
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_cumulative_average_of_many_channels_is_divided_among_programs(
+    momentum: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One program of 65,536 channels took five minutes to compile."""
+    launches = []
+    monkeypatch.setattr(cuda, "launch", lambda *launch: launches.append(launch))
     counter = torch.tensor(0, device=DEVICE)
-    for momentum in (0.1, None):
-        running = Running(wide(700), wide(700) ** 2, momentum, num_batches=counter)
-        _, _, programs, constants, _ = cuda._moved(running, 4.0, 700)
-        assert (programs, constants["BLOCK"]) == (3, 256)
+    running = Running(wide(700), wide(700) ** 2, momentum, num_batches=counter)
+    unpack(wide(2 * 700 + 2), 700, running=running)
+    kernel, programs, _, constants, *_ = launches[0]
+    assert (kernel.__name__, programs, constants["BLOCK"]) == ("finish_forward", 3, 256)
+    assert constants["CUMULATIVE"] is (momentum is None)
 
 
 def test_running_statistics_of_inference_mode_are_moved() -> None:
