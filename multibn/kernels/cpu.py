@@ -131,10 +131,10 @@ def finish_forward(
     new = library.empty_like
     per_channel, number = _templates(library.numbers, args.x.shape, args.axis)
     batch = BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
-    y, rows = (None, _new_rows(args, 3)) if coefficients else (new(args.x), None)
-    taken, state = args, _core.finish_forward(args, batch, y, rows, *message)
+    out = _new_rows(args, 3) if coefficients else new(args.x)
+    taken, state = args, _core.finish_forward(args, batch, out, coefficients, *message)
     if state is None:
-        taken, state = _with_copies(_core.finish_forward, args, batch, y, rows, *message)
+        taken, state = _with_copies(_core.finish_forward, args, batch, out, coefficients, *message)
     if state is None:
         return reference.finish_forward(args, *message, coefficients=coefficients)
     running = args.running
@@ -142,7 +142,7 @@ def finish_forward(
         library.changed(running.mean, running.var, running.num_batches)
     elif running is not None and state == OK:
         update_running(running, *batch[:3], count)
-    return rows if y is None else y, batch, state
+    return out, batch, state
 
 
 def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
@@ -166,10 +166,10 @@ def finish_backward(
     """Do as `reference.finish_backward`."""
     if taken is not None:
         new = _library(type(taken.input.x)).empty_like
-        dx, rows = (None, _new_rows(g.input, 4)) if coefficients else (new(taken.input.x), None)
-        dresidual = None if g.y is None or dx is None else new(dx)
-        if _core.finish_backward(taken, summed, dx, dresidual, rows) is not None:
-            return rows if dx is None else dx, dresidual
+        out = _new_rows(g.input, 4) if coefficients else new(taken.input.x)
+        dresidual = None if g.y is None or coefficients else new(out)
+        if _core.finish_backward(taken, summed, out, coefficients, dresidual) is not None:
+            return out, dresidual
     return reference.finish_backward(g, summed, coefficients=coefficients)
 
 
@@ -188,14 +188,13 @@ def parameter_gradients(
 
 def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
     """Do as `reference.normalize`."""
-    new = _library(type(args.x)).empty_like
-    y, rows = (None, _new_rows(args, 3)) if coefficients else (new(args.x), None)
-    done = _core.normalize(args, batch, y, rows)
+    out = _new_rows(args, 3) if coefficients else _library(type(args.x)).empty_like(args.x)
+    done = _core.normalize(args, batch, out, coefficients)
     if done is None:
-        _, done = _with_copies(_core.normalize, args, batch, y, rows)
+        _, done = _with_copies(_core.normalize, args, batch, out, coefficients)
     if done is None:
         return reference.normalize(args, batch, coefficients=coefficients)
-    return rows if y is None else y
+    return out
 
 
 def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:

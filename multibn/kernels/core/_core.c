@@ -141,11 +141,10 @@ static void read_pass(Call *a, PyObject *const *args, int written)
     a->pass.y = take_like(a, get_field(a, args[0], Input_residual), &a->x.a, OPTIONAL);
     a->pass.kind = kind_of(a, args[0]);
     read_statistics(a, args[0], args[1], written);
-    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | OPTIONAL);
-    take_coefficients(a, args[3], 3);
+    take_output(a, args[2], args[3], 3);
 }
 
-/* An Input, BatchStatistics, y and the coefficients, of which one is None. */
+/* An Input, BatchStatistics, the output, whether coefficients take its place. */
 static void read_normalize(Call *a, PyObject *const *args) { read_pass(a, args, 0); }
 
 FUNCTION(normalize, 4)
@@ -213,15 +212,14 @@ static int finish_backward(Call *a, double *memory)
     return in_threads(p, p->loops->input_gradient, p->kind == SIGN_OF_X ? 5 : 4);
 }
 
-/* A Gradient, the sum of all messages, dx or None, the gradient of the residual or None, coefficients or None. */
+/* A Gradient, the sum of all messages, dx, whether coefficients take its place, the gradient of the residual or None. */
 static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
     a->message = take(a, args[1], FLOAT64, 2 * a->pass.C, 0).at;
     a->weight = number(a, get_field(a, get_field(a, args[0], Gradient_batch), Batch_element_weight));
-    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | OPTIONAL);
-    a->pass.more = take_like(a, args[3], &a->x.a, WRITTEN | OPTIONAL);
-    take_coefficients(a, args[4], 4);
+    take_output(a, args[2], args[3], 4);
+    a->pass.more = take_like(a, args[4], &a->x.a, WRITTEN | OPTIONAL);
 }
 
 FUNCTION(finish_backward, 5)
