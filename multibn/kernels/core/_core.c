@@ -153,12 +153,12 @@ FUNCTION(normalize, 4)
 static int finish_forward(Call *a, double *memory)
 {
     const Statistics *s = &a->statistics;
-    const int state = unpack(a->message, s->mean, s->var, a->total, a->element_weight, a->pass.C, a->weight, a->count,
-                             a->dtype == 1 ? 0x1p-13 : 0x1p-27, s->eps);
+    const double least = a->dtype == 1 ? 0x1p-13 : 0x1p-27; /* see spec.py */
+    const int state = unpack(a->message, s, a->pass.C, a->weight, a->count, least, a->total, a->element_weight);
     if (state != OK)
         return state;
     if (a->running.mean.at)
-        move(&a->running, s->mean, s->var, a->pass.C, *a->total, a->count, memory);
+        move(&a->running, s, a->pass.C, *a->total, a->count, memory);
     return normalize(a, memory); /* 0, which is OK */
 }
 

@@ -49,9 +49,18 @@ static void pack(const double *mean, const double *var, double *packed, int64_t 
     packed[2 * C + COUNT] = count;
 }
 
-static int unpack(const double *summed, double *mean, double *var, double *total_count,
-                  double *element_weight, int64_t C, double weight, double count, double least, double eps)
+/* What a pass reads beside the activations; the mean and the variance are written by `finish_forward`. */
+typedef struct {
+    double *mean, *var;
+    Parameter weight, bias;
+    double eps;
+} Statistics;
+
+/* Write the statistics in the sum of all messages. Returns the state of the message. */
+static int unpack(const double *summed, const Statistics *s, int64_t C, double weight, double count, double least,
+                  double *total_count, double *element_weight)
 {
+    double *const mean = s->mean, *const var = s->var, eps = s->eps;
     const double total_weight = summed[2 * C + WEIGHT], divisor = total_weight == 0 ? 1 : total_weight;
     int state = count <= 1 && summed[2 * C + COUNT] == 1 ? ONE_VALUE : OK;
     for (int64_t c = 0; c < C; c++) {
@@ -67,13 +76,6 @@ static int unpack(const double *summed, double *mean, double *var, double *total
     *element_weight = weight / ((count > 1 ? count : 1) * divisor);
     return isnan(*total_count) ? REFUSED : state;
 }
-
-/* What a pass reads beside the activations; the mean and the variance are written by `finish_forward`. */
-typedef struct {
-    double *mean, *var;
-    Parameter weight, bias;
-    double eps;
-} Statistics;
 
 static double std_of(const Statistics *s, int64_t c) { return sqrt(s->var[c] + s->eps); }
 
@@ -124,8 +126,7 @@ static void approach(Parameter running, const double *batch, int64_t C, double m
     put(old, C, running);
 }
 
-static void move(const Running *r, const double *mean, const double *var, int64_t C, double total, double count,
-                 double *memory)
+static void move(const Running *r, const Statistics *s, int64_t C, double total, double count, double *memory)
 {
     if (!(total > 0))
         return;
@@ -134,6 +135,6 @@ static void move(const Running *r, const double *mean, const double *var, int64_
         ++*r->num_batches;
     if (isnan(momentum))
         momentum = r->num_batches ? 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1) : 0;
-    approach(r->mean, mean, C, momentum, 1, memory);
-    approach(r->var, var, C, momentum, r->convention == BIASED ? 1 : n / (n > 2 ? n - 1 : 1), memory);
+    approach(r->mean, s->mean, C, momentum, 1, memory);
+    approach(r->var, s->var, C, momentum, r->convention == BIASED ? 1 : n / (n > 2 ? n - 1 : 1), memory);
 }
