@@ -23,7 +23,6 @@ from array_api_compat import is_cupy_array
 
 from multibn._typing import Array
 from multibn.kernels import reference as reference
-from multibn.kernels import steps as steps
 from multibn.kernels.spec import BatchStatistics as BatchStatistics
 from multibn.kernels.spec import Gradient as Gradient
 from multibn.kernels.spec import NormArgs as NormArgs

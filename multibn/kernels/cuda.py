@@ -131,16 +131,8 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
     coefficients = partials.new_empty((5, plan.channels))
     dweight = None if args.weight is None else torch.empty_like(args.weight)
     dbias = None if args.bias is None else torch.empty_like(args.bias)
-    arguments = (
-        partials,
-        *statistics,
-        coefficients,
-        numbers,
-        dweight,
-        dbias,
-        *around,
-        number(args.eps),
-    )
+    eps = number(args.eps)
+    arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, eps
     _merge(steps.merge_sums, arguments, ("merge_sums", _kind(args.weight), _kind(args.bias)))
     return numbers if out is None else out, dweight, dbias, (plan, inputs, key, coefficients)
 
