@@ -8,6 +8,7 @@ import shutil
 import sysconfig
 import time
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 
@@ -71,6 +72,15 @@ def importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # the parent of a submodule
         return False
+
+
+def missing_parts_cure() -> str:
+    """What to do where the parts are missing that a C compiler makes."""
+    here = Path(__file__).parent
+    folders = [Path(str(d.locate_file(here.name))) for d in metadata.distributions(name=here.name)]
+    if hidden := [each for each in folders if each.exists() and not each.samefile(here)]:
+        return f"The sources in {here} hide {hidden[0]}, which is installed: run in another folder"
+    return "Install a C compiler (gcc or clang) and Python's headers, then install multibn again"
 
 
 def find_command(name: str) -> str | None:

@@ -18,9 +18,8 @@ from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.resolve import default_group
 from multibn.engine import masks, statistics
 from multibn.engine.plan import INPUTS, Gradient, NormArgs, Plan
-from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import layout, reference
-from multibn.kernels.spec import options_of
+from multibn.kernels.spec import options_of, unpack
 
 
 def guard(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] | None:
@@ -118,7 +117,7 @@ class BatchNormalization(FunctionNode):
     Computational graphs and function hooks show the name of this class, which is Chainer's.
     """
 
-    batch: BatchStatistics
+    batch: Any  # the statistics, perhaps packed
 
     def __init__(self, plan: Plan, args: NormArgs) -> None:
         super().__init__()
@@ -194,9 +193,10 @@ class BatchNormalization(FunctionNode):
         def sums(*terms: Variable) -> Sequence[Variable]:
             return F.separate(_AllReduce(self.communicator).apply((F.stack(terms),))[0])
 
-        e = float(self.batch.element_weight)
+        batch = unpack(self.batch)
+        e = float(batch.element_weight)
         # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
-        d = masked(F.cast(x, np.float64) - per_channel(self.batch.mean), args.mask)
+        d = masked(F.cast(x, np.float64) - per_channel(batch.mean), args.mask)
         # All ranks hold the same gamma, so that its mean changes nothing but the gradients.
         shared = [] if gamma is None else [F.cast(gamma, np.float64) / size]
         mean, meansqr, *shared = sums(F.sum(e * d, axis), F.sum(e * d * d, axis), *shared)

@@ -106,9 +106,10 @@ class Channel:
         """The name of what has carried the layers' messages, "shared memory" for example, or ""."""
         return self.transport.carrier if self._is_open else ""
 
-    def allreduce(self, a: HostArray) -> HostArray:
-        """The sum of `a` over the ranks, a new array. Collective."""
-        total = self.compare(a, f"a sum of {a.dtype} numbers of shape {a.shape}")
+    def allreduce(self, a: HostArray, place: str = "") -> HostArray:
+        """The sum of `a` over the ranks, a new array; people read the `place`. Collective."""
+        kind = f"a sum of {a.dtype} numbers of shape {a.shape}"
+        total = self.compare(a, f"{place} ({kind})" if place else kind)
         assert total is not None
         return total
 
@@ -245,10 +246,14 @@ class ChannelCommunicator(Handle, ABC):
         """None where every sum is on a device."""
 
     def allreduce(self, x: Array, /) -> Array:
+        return self.allreduce_at(x)
+
+    def allreduce_at(self, x: Array, place: str = "") -> Array:
+        """Do as `allreduce`; errors name the `place` where this rank is."""
         if self.takes(x):
             return self.allreduce_on_device(x)
         assert self.channel is not None
-        return from_host(self.channel.allreduce(to_host(x)), x)
+        return from_host(self.channel.allreduce(to_host(x), place), x)
 
     def takes(self, x: Array, /) -> bool:
         """Whether `x` is summed on its device; otherwise `x` goes through host memory."""

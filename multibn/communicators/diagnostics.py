@@ -90,7 +90,7 @@ def warn_if_launched(why: str, fix: str) -> None:
         )
 
 
-_announced: set[str] = set()
+_announced: dict[str, str] = {}  # the lines of messages
 
 
 def log_and_raise(kind: type[Exception], message: str) -> NoReturn:
@@ -103,10 +103,10 @@ def log_and_raise(kind: type[Exception], message: str) -> NoReturn:
     raise kind(message)
 
 
-def log_to_stderr(message: str) -> None:
-    """Print a line that begins with "multibn: "."""
-    _announced.add(message)
-    _print(message)
+def log_to_stderr(message: str, where: str = "") -> None:
+    """Print a line that begins with "multibn: " and says where the message comes from."""
+    _announced[message] = where + message
+    _print(where + message)
 
 
 def log_last_error() -> None:
@@ -115,7 +115,7 @@ def log_last_error() -> None:
     while error is not None and str(error) not in _announced:
         error = error.__cause__ or error.__context__
     if error is not None:
-        _print(str(error))
+        _print(_announced[str(error)])
 
 
 def uncaught() -> BaseException | None:

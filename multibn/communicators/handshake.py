@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 
 from multibn import _version, wire
+from multibn._typing import Array
 from multibn.communicators.channel import (
     Channel,
     ChannelCommunicator,
@@ -153,6 +154,15 @@ def confirm_place(communicator: Any, place: str) -> None:
     bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
     if not isinstance(bare, ChannelCommunicator):
         agree(bare, place)
+
+
+def allreduce_at(communicator: Any, x: Array, place: str) -> Array:
+    """Sum `x` over ranks that are all in this place, which errors name. Collective."""
+    confirm_place(communicator, place)
+    bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
+    is_ours = getattr(type(bare), "allreduce", None) is ChannelCommunicator.allreduce
+    summed: Array = bare.allreduce_at(x, place) if is_ours else bare.allreduce(x)
+    return summed
 
 
 def _compare(

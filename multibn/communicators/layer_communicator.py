@@ -148,8 +148,14 @@ def refuse(communicator: Any, error: Exception) -> None:
     group = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
     channel = group.channel if isinstance(group, ChannelCommunicator) else None
     if channel is not None and channel.size > 1:
-        log_to_stderr(str(error))
+        log_refusal(communicator, error)
         channel.refuse()
+
+
+def log_refusal(communicator: Any, error: Exception) -> None:
+    """Print the `error` of a rank that refuses an input, which names no layer itself."""
+    where = f"rank {communicator.rank} in {nonfinite.name_of(communicator)}: "
+    log_to_stderr(str(error), where)
 
 
 class _Latest:
@@ -397,7 +403,8 @@ class LayerPhase(Forwarding):
                 f"the ranks differ in whether a backward pass may follow: "
                 f"{group_ranks_by(gradients)}. "
                 "Those with gradients would wait for the others: compute gradients on all ranks "
-                "or on none, and freeze the same layers on all of them.",
+                "or on none, and freeze the same layers on all of them. A rank that validates "
+                "under torch.no_grad() must call model.eval() before.",
             )
         texts = next(each for each in (texts, *others) if len({*each}) > 1)
         log_and_raise(

@@ -28,6 +28,7 @@ _SEARCH = 0.5  # seconds to find out which rank was lost; another rank may have 
 _NAMED = 8  # ranks in an error
 _LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
 
+_ENDED = "its program has ended by "
 _BEGIN_ANEW = (
     "Begin anew on all ranks: start the program again, or, over torch.distributed and in a "
     "notebook, call destroy_process_group() and init_process_group() with a new store, for example "
@@ -173,8 +174,13 @@ class Watchdog:
             if error is None or isinstance(error, SystemExit):
                 self._publish("left", str(self._last))
             else:
-                said = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self._publish("failed", f"its program has ended by {said}")
+                first, *more = f"{type(error).__name__}: {error}".splitlines()
+                # The last of several lines has the cause, of an error in a DataLoader's worker.
+                said = f"{first} ... {more[-1]}" if more else first
+                for rank, notice in self._read().items():
+                    if notice.state == "failed" and not notice.text.startswith(_ENDED):
+                        log_to_stderr(f"rank {rank} has failed: {notice.text}")
+                self._publish("failed", _ENDED + said)
             self.board.close()  # after a failure, which may be a broken network, nobody waits
 
     def _publish(self, state: str, text: str) -> None:
@@ -199,8 +205,10 @@ class Watchdog:
                 self._miss(notices, text)
             if time.monotonic() >= word_at:
                 word_at = math.inf
-                waited = self._waited(SILENT, notices, text)
-                log_to_stderr(f"{waited}; an error follows after {self.timeout:g} s.")
+                told = self._waited(SILENT, notices, text)
+                if self._absent(notices):
+                    told = f"{told}. {self._advice()}"
+                log_to_stderr(f"{told} An error follows after {self.timeout:g} s.")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Status]:
@@ -302,10 +310,15 @@ class Watchdog:
             )
         self._fail(
             TimeoutError,
-            f"{self._waited(self.timeout, notices, text)}. Find out what keeps it: a model in "
-            "eval() (Chainer: train=False), or one not converted there, sends no messages. "
-            f"If rank {self.rank} validates alone, its model must be in eval(), too. Or allow for "
-            "more time: MULTIBN_TIMEOUT.",
+            f"{self._waited(self.timeout, notices, text)}. {self._advice()} Or allow for more "
+            "time: MULTIBN_TIMEOUT.",
+        )
+
+    def _advice(self) -> str:
+        return (
+            "Find out what keeps it: a model in eval() (Chainer: train=False), or one not "
+            f"converted there, sends no messages. If rank {self.rank} validates alone, its model "
+            "must be in eval(), too."
         )
 
     def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> str:

@@ -1,7 +1,7 @@
 """The ranks that act on a model together, and whether their models are equal."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -69,15 +69,13 @@ def check_equal(
     look_at_unread()
     ignored = [ignore] if isinstance(ignore, str) else [*ignore]
     names = [name for name in sorted(arrays) if not any(fnmatchcase(name, p) for p in ignored)]
-    described = [_described(name, arrays[name]) for name in names]
-    described += [
-        f"{name or 'the layer'} with " + ", ".join(f"{k}={v}" for k, v in each.items())
-        for name, each in sorted((options or {}).items())
-    ]
+    described = {name: _described(arrays[name]) for name in names}
+    for name, each in sorted((options or {}).items()):
+        described[name or "the layer"] = {k: str(v) for k, v in each.items()}
     copies = [np.zeros(0) if a is None else to_host(a) for a in map(arrays.get, names)]
     digests = [_digest(a.tobytes()) for a in copies]
     agree(communicator, "check_sync")
-    mine = [_digest("\n".join(texts).encode()) for texts in (described, digests)]
+    mine = [_digest(repr(facts).encode()) for facts in (described, digests)]
     built, held = zip(*gather(mine, communicator), strict=True)
     if len({*built}) > 1:
         raise RuntimeError(_how_built(described, communicator))
@@ -85,23 +83,22 @@ def check_equal(
         raise RuntimeError(_how_different(names, copies, digests, communicator))
 
 
-def _described(name: str, array: Array | None) -> str:
-    if array is None:
-        return f"{name} (no value yet)"
-    return f"{name} of shape {tuple(array.shape)} and dtype {array.dtype}"
+def _described(array: Array | None) -> dict[str, str]:
+    shape = "no value yet" if array is None else str(tuple(array.shape))
+    return {"shape": shape} if array is None else {"shape": shape, "dtype": str(array.dtype)}
 
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _how_built(described: Sequence[str], communicator: Communicator) -> str:
-    """Which arrays each rank has and rank 0 lacks, and the other way round. Collective."""
+def _how_built(described: Mapping[str, Mapping[str, str]], communicator: Communicator) -> str:
+    """What each rank has and rank 0 lacks, and the other way round. Collective."""
     first, *others = gather(described, communicator)
     lines = []
     for rank, own in enumerate(others, start=1):
-        findings = [f"has {line}" for line in own if line not in first]
-        findings += [f"lacks {line}" for line in first if line not in own]
+        findings = [f"has {each}" for each in _beyond(first, own)]
+        findings += [f"lacks {each}" for each in _beyond(own, first)]
         if findings:
             lines.append(f"rank {rank} {_shortened(findings)}")
     return (
@@ -109,6 +106,16 @@ def _how_built(described: Sequence[str], communicator: Communicator) -> str:
         f"{_shortened(lines, '; ')}. Build it from the same configuration, and call it once on "
         "every rank if it initialises in its first call."
     )
+
+
+def _beyond(
+    known: Mapping[str, Mapping[str, str]], facts: Mapping[str, Mapping[str, str]]
+) -> Iterator[str]:
+    """The names of facts that are not among the known ones, with what is not known of each."""
+    for name, each in facts.items():
+        new = [f"{k}={v}" for k, v in each.items() if known.get(name, {}).get(k) != v]
+        if new:
+            yield f"{name} with {', '.join(new)}"
 
 
 def _how_different(

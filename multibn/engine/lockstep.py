@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multibn.communicators import Communicator
-from multibn.communicators.handshake import confirm_place
+from multibn.communicators.handshake import allreduce_at
 
 #: `Step.batch` on a rank that has no batch left.
 END: Any = object()
@@ -39,10 +39,11 @@ class Lockstep(Iterator[Step]):
     """Steps of this rank, as many as the rank with most batches has.
 
     Each `next` is collective: one allreduce of W+1 numbers for W ranks. The first `next` makes the
-    iterator of `batches`, which error messages call `source`; `amount` says how much a batch adds
-    to `Step.amount`. The first `next` raises ValueError on all ranks if none has a batch or, with
-    `everywhere`, if one has none. Other ranks raise RuntimeError if `batches` or `amount` raises on
-    one rank; all do, in `next` or `leave`, if one rank leaves while another has a batch.
+    iterator of `batches`, which error messages call `source`, as they call a step `place`; `amount`
+    says how much a batch adds to `Step.amount`. The first `next` raises ValueError on all ranks if
+    none has a batch or, with `everywhere`, if one has none. Other ranks raise RuntimeError if
+    `batches` or `amount` raises on one rank; all do, in `next` or `leave`, if one rank leaves while
+    another has a batch.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Lockstep(Iterator[Step]):
         communicator: Communicator,
         *,
         source: str,
+        place: str,
         amount: Callable[[Any], int] | None = None,
         everywhere: bool = False,
     ) -> None:
@@ -58,7 +60,7 @@ class Lockstep(Iterator[Step]):
         # does not ask the iterator again after its end.
         self._batches = itertools.chain.from_iterable([batches])
         self._communicator = communicator
-        self._source = source
+        self._source, self._place = source, place
         self._amount = amount
         self._everywhere = everywhere
         self._has_begun = self._is_over = False
@@ -105,8 +107,7 @@ class Lockstep(Iterator[Step]):
         message = np.zeros(size + 1)
         message[rank] = state if error is None else _State.FAILED
         message[-1] = amount
-        confirm_place(self._communicator, f"a step of {self._source}")
-        summed = self._communicator.allreduce(message)
+        summed = allreduce_at(self._communicator, message, self._place)
         states, total = summed[:-1], int(summed[-1])
         occupied, gone = states == _State.BATCH, np.flatnonzero(states == _State.GONE)
         if error is not None:

@@ -38,7 +38,7 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
     if not xp.isdtype(mask.dtype, "bool"):
         raise TypeError(
             f"`mask` must be of dtype bool, True for the elements that count: got {mask.dtype}. "
-            "Compare first: mask > 0, for example."
+            "Compare first: mask > 0, or mask == 0 if what counts has 0 and padding -inf."
         )
     if device(mask) != device(x):
         raise ValueError(
@@ -50,7 +50,7 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
         raise ValueError(
             f"`mask` must have the shape of the input without the channels, {elements}, or one "
             f"that broadcasts to it: got {tuple(mask.shape)} for an input of shape "
-            f"{tuple(x.shape)}."
+            f"{tuple(x.shape)}.{_cure(tuple(mask.shape), tuple(x.shape))}"
         ) from error
     mask = xp.reshape(mask, tuple(n if i in axis else 1 for i, n in enumerate(x.shape)))
     # Dense, in the memory order of `x`, so that no pass needs a copy.
@@ -107,6 +107,13 @@ def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
     return weight if count else 0.0
 
 
+def _cure(mask: tuple[int, ...], x: tuple[int, ...]) -> str:
+    """What to do about a mask of a shape that does not fit the shape of the input."""
+    if mask == x[:-1]:
+        return " Transpose an input with its channels last before, and its output after."
+    return " Leave the axis of the channels out: mask[:, 0]." if len(mask) == len(x) else ""
+
+
 def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
     """The mask of samples of these lengths, padded at their ends."""
     xp = array_namespace(x)
@@ -131,10 +138,12 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
         wrong = xp.nonzero((lengths < 0) | (lengths > L))[0]
         if wrong.shape[0]:
             n = int(wrong[0])
+            cure = "If a layer before has shortened the input, shorten `lengths`, too."
+            if int(xp.max(lengths)) <= x.shape[1]:
+                cure = "Transpose an input (N, L, C) before, and its output after."
             raise ValueError(
                 f"`lengths` must be from 0 to {L}, the length of an input (N, C, L, ...) of shape "
-                f"{tuple(x.shape)}: got {int(lengths[n])} for sample {n}. Transpose an input "
-                "(N, L, C) before, and its output after."
+                f"{tuple(x.shape)}: got {int(lengths[n])} for sample {n}. {cure}"
             )
     mask = xp.arange(L, device=device(x)) < to_device(lengths, device(x))[:, None]
     return xp.reshape(mask, (N, L) + (1,) * len(others))

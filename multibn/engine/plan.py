@@ -22,7 +22,7 @@ from multibn.kernels import BatchStatistics, reference, steps
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import NormArgs as NormArgs
 from multibn.kernels.layout import sizes
-from multibn.kernels.spec import CANCELLED, OK, unpack
+from multibn.kernels.spec import CANCELLED, OK, PackedStatistics, unpack
 
 # Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
@@ -93,8 +93,7 @@ class Plan:
     def forward(self, args: NormArgs, /) -> tuple[Any, Any]:
         """Normalize an input by the batch that all ranks hold together.
 
-        Returns the output and its `BatchStatistics`, packed where a GPU's launches were
-        prepared in an earlier step.
+        Returns the output and its `BatchStatistics`, which may be packed.
 
         Collective, one allreduce of 2C+4 float64 numbers, unless `engine.recompute` replays the
         statistics; another one for a variance that is lost beside the square of the mean, on the
@@ -106,7 +105,8 @@ class Plan:
         batch = recompute.replayed(self.channels)
         if batch is not None:
             return self._verbs.normalize(args, batch), batch
-        y, batch = self.share(args)
+        y, found = self.share(args)
+        batch = unpack(found)
         recompute.record(batch, args, self)
         return y, batch
 
@@ -120,7 +120,7 @@ class Plan:
                 found = self.share(args)
         return found
 
-    def share(self, args: NormArgs, /) -> tuple[Any, BatchStatistics]:
+    def share(self, args: NormArgs, /) -> tuple[Any, BatchStatistics | PackedStatistics]:
         """Do as `forward`, without a look at the tapes of `recompute`."""
         messages = self._forward
         if messages is None:
@@ -138,11 +138,11 @@ class Plan:
         y, batch, state = self._verbs.finish_forward(moving, summed, weight, count)
         if state != OK:
             during = messages.communicator
-            return self._finish_otherwise(state, args, (summed, batch, count), during)
+            return self._finish_otherwise(state, args, (summed, unpack(batch), count), during)
         if args.mask is not None:
-            self._check_mask(args, summed, batch)
+            self._check_mask(args, summed, unpack(batch))
         if moving is not args:
-            args.running.add(batch, local_count=count)
+            args.running.add(unpack(batch), local_count=count)
         return y, batch
 
     def _finish_otherwise(
@@ -155,7 +155,8 @@ class Plan:
             options: Any = {"weighting": self.weighting, "verbs": self._verbs}
             again = Plan(about, self.communicator, phase="about the mean", **options)
             _, near = again.share(about)
-            batch = near._replace(mean=centre + near.mean)
+            batch = unpack(near)
+            batch = batch._replace(mean=centre + batch.mean)
             if args.running is not None:
                 update_running(args.running, batch, count)
             return self._verbs.normalize(args, batch), batch

@@ -107,7 +107,12 @@ class Pass(Taping):
         rank, source = self._communicator.rank, self._source
         is_shared = any(layer.communicator.size > 1 for layer in self._layers)
         steps = Lockstep(
-            batches, self._communicator, source=source, amount=samples_in, everywhere=is_shared
+            batches,
+            self._communicator,
+            source=source,
+            place=f"a step of {self._title}",
+            amount=samples_in,
+            everywhere=is_shared,
         )
         num_steps = num_batches = samples = 0
         with _progress(progress and rank == 0, self._title, total) as advance:

@@ -27,12 +27,11 @@ from multibn import kernels, wire
 from multibn._arrays import array_namespace, device, to_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, layer_communicator, nonfinite
-from multibn.communicators.diagnostics import log_to_stderr
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import NormArgs, steps
 from multibn.kernels.layout import channels
-from multibn.kernels.spec import NOT_FINITE, REFUSED
+from multibn.kernels.spec import NOT_FINITE, REFUSED, unpack
 
 
 class Moments(NamedTuple):
@@ -164,7 +163,7 @@ def total(
     _, batch, state = kernels.select(payload).finish_forward(args, summed, weight, count)
     if state in (REFUSED, NOT_FINITE):
         raise_for(state, communicator, summed, summed)
-    return batch
+    return unpack(batch)
 
 
 def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -> None:
@@ -196,7 +195,7 @@ def refuse(
     if communicator.size == 1:
         return
     if error is not None:
-        log_to_stderr(str(error))
+        layer_communicator.log_refusal(communicator, error)
     xp = array_namespace(like)
     wide = steps.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     shape = (wire.forward_payload(num_channels),)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import is_cupy_array
 
+from multibn._platform import missing_parts_cure
 from multibn._typing import Array
 from multibn.kernels import reference as reference
 from multibn.kernels.spec import BatchStatistics as BatchStatistics
@@ -65,9 +66,8 @@ def _native(name: str) -> Any:
         if name == "cpu":
             warnings.warn(
                 "layers in host memory are about three times slower: the C core is missing "
-                f"({error}). Install a C compiler and Python's headers, then install multibn "
-                "again; `multibn info` shows what is in use. MULTIBN_KERNELS=reference says that "
-                "this is intended.",
+                f"({error}). {missing_parts_cure()}; `multibn info` shows what is in use. "
+                "MULTIBN_KERNELS=reference says that this is intended.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -8,6 +8,7 @@ None: `_with_copies` tries once more, and `reference` computes what is left. The
 large array among threads.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -22,12 +23,24 @@ from multibn._typing import Array
 from multibn.kernels import reference, steps
 from multibn.kernels.core import _core
 from multibn.kernels.layout import channels, sizes
-from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
+from multibn.kernels.spec import (
+    OK,
+    BatchStatistics,
+    Gradient,
+    NormArgs,
+    PackedStatistics,
+    Running,
+    unpack,
+)
 from multibn.kernels.steps import update_running
 from multibn.wire import NO_MARK
 
 FIELDS: dict[Any, list[str]] = dict(
-    zip((NormArgs, Gradient, BatchStatistics, Running), map(str.split, _core.fields), strict=True)
+    zip(
+        (NormArgs, Gradient, BatchStatistics, PackedStatistics, Running),
+        map(str.split, _core.fields),
+        strict=True,
+    )
 )
 
 
@@ -83,9 +96,12 @@ _use_arrays(None, None, None)
 
 
 @lru_cache(maxsize=1024)
-def _templates(numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]) -> list[Array]:
-    """Statistics of a batch, per channel and not: `empty_like` takes half the time of `empty`."""
-    return [numbers(n) for n in (channels(shape, axis), ())]
+def _statistics_like(
+    numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]
+) -> PackedStatistics:
+    """Statistics of such a batch: `empty_like` takes half the time of `empty`."""
+    per_channel = channels(shape, axis)
+    return PackedStatistics(numbers(2 * math.prod(per_channel) + 2), per_channel)
 
 
 @lru_cache(maxsize=1024)
@@ -125,12 +141,12 @@ def begin_forward(
 
 def finish_forward(
     args: NormArgs, summed: Array, rank_weight: float, count: float, *, coefficients: bool = False
-) -> tuple[Array, BatchStatistics, int]:
+) -> tuple[Array, BatchStatistics | PackedStatistics, int]:
     """Do as `reference.finish_forward`."""
     library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
-    per_channel, number = _templates(library.numbers, args.x.shape, args.axis)
-    batch = BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
+    like, per_channel = _statistics_like(library.numbers, args.x.shape, args.axis)
+    batch = PackedStatistics(new(like), per_channel)
     out = _new_rows(args, 3) if coefficients else new(args.x)
     taken, state = args, _core.finish_forward(args, batch, out, coefficients, *message)
     if state is None:
@@ -141,7 +157,7 @@ def finish_forward(
     if taken.running is not None:
         library.changed(running.mean, running.var, running.num_batches)
     elif running is not None and state == OK:
-        update_running(running, *batch[:3], count)
+        update_running(running, *unpack(batch)[:3], count)
     return out, batch, state
 
 
@@ -156,7 +172,7 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
     if done is None:
         taken, done = _with_copies(_core.begin_backward, g, payload, dweight, dbias)
     if done is None:
-        return reference.begin_backward(g, out=out)
+        return reference.begin_backward(g._replace(batch=unpack(g.batch)), out=out)
     return payload, dweight, dbias, taken
 
 
@@ -170,6 +186,7 @@ def finish_backward(
         dresidual = None if g.y is None or coefficients else new(out)
         if _core.finish_backward(taken, summed, out, coefficients, dresidual) is not None:
             return out, dresidual
+    g = g._replace(batch=unpack(g.batch))
     return reference.finish_backward(g, summed, coefficients=coefficients)
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from multibn.communicators import Communicator, SingleProcess
+from multibn.options import NormOptions
 from multibn.parity import oracle
 from multibn.parity.oracle import Array
 from multibn.parity.worker import Arrays, Chainer, Error, Torch
@@ -195,10 +196,12 @@ def _unlike(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
         link: Any = links.get(name)
         if not (hasattr(layer, "eps") and hasattr(link, "eps")):
             continue
-        options: dict[str, list[Any]] = {"eps": [layer.eps, link.eps]}
+        of_torch, of_chainer = (vars(NormOptions.of(v)) for v in (layer, link))
+        options = {name: [v, of_chainer[name]] for name, v in of_torch.items()}
+        del options["fuse_relu"]  # the other model may have a ReLU of its own
         if hasattr(layer, "running_var") and hasattr(link, "avg_var"):
             options["momentum (1 - decay)"] = [layer.momentum, round(1 - link.decay, 12)]
-            options["weight (gamma)"] = [layer.weight is not None, link.gamma is not None]
+            options["affine (gamma)"] = [layer.weight is not None, link.gamma is not None]
             options["bias (beta)"] = [layer.bias is not None, link.beta is not None]
             options["running_var (avg_var)"] = [
                 getattr(layer, "running_var_convention", "unbiased_global"),

@@ -5,10 +5,12 @@ of training, which lag behind the weights, by statistics of many batches under t
 """
 
 import copy
+import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import length_hint
 from typing import Any, Literal, TypeAlias
@@ -36,6 +38,8 @@ from multibn.torch_backend.train.join import tensors_in
 from multibn.torch_backend.train.synchrony import participants
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
+# The names of what tells a model where padding is.
+_MASK = re.compile("(mask|len|length)s?$")
 
 
 def update_bn_stats(
@@ -107,7 +111,8 @@ def update_bn_stats(
     -----
     UserWarning
         If the loader ended before `num_samples` or `num_iters`, a layer had no input and keeps its
-        statistics, or there is no layer to update.
+        statistics, there is no layer to update, or the model takes lengths or masks, and the
+        batches have several things, of which the first goes in alone.
 
     Examples
     --------
@@ -140,6 +145,8 @@ def update_bn_stats(
             stacklevel=2,
         )
         return
+    left_out: set[str] = set()
+    forward = forward_fn or partial(_forward, left_out=left_out)
     known = [n for n in (num_iters, length_hint(data_loader)) if n]
     world = participants(model, process_group)
     run = Pass(layers, world, title="precise batch norm", source="`data_loader`")
@@ -150,7 +157,7 @@ def update_bn_stats(
             hooks.enter_context(layer.watched(run))
         early_end = run.run(
             data_loader,
-            partial(_forward if forward_fn is None else forward_fn, inner),
+            partial(forward, inner),
             progress=progress,
             total=min(known) if known and num_samples is None else None,
             num_iters=num_iters,
@@ -165,6 +172,13 @@ def update_bn_stats(
         warnings.warn(
             f"batch norm layer(s) {', '.join(unseen)} saw no data on any rank and keep their "
             "running statistics. Freeze them with eval(), or pass a `forward_fn` that uses them.",
+            stacklevel=2,
+        )
+    if left_out:
+        warnings.warn(
+            f"`model` takes {', '.join(sorted(left_out))}, but of each batch only the first thing "
+            "went in, so padding counts, if there is any. Pass `forward_fn=lambda model, batch: "
+            "model(*batch)`, or `model(batch[0])` if this is right.",
             stacklevel=2,
         )
 
@@ -184,8 +198,12 @@ def _innermost(model: nn.Module) -> nn.Module:
     return _innermost(inner) if isinstance(inner, nn.Module) else model
 
 
-def _forward(model: nn.Module, batch: Any) -> None:
+def _forward(model: nn.Module, batch: Any, *, left_out: set[str]) -> None:
+    """Call the model with a batch; note what it takes beside the first thing of several."""
     has_several = type(batch) in (tuple, list)
+    if has_several and len(batch) > 1:
+        with suppress(TypeError, ValueError):  # a function in C has no signature
+            left_out.update(filter(_MASK.search, inspect.signature(model.forward).parameters))
     try:
         model(batch[0] if has_several else batch)
     except (TypeError, AttributeError, ValueError) as error:
@@ -194,7 +212,8 @@ def _forward(model: nn.Module, batch: Any) -> None:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(
             f"`model({'batch[0]' if has_several else 'batch'})` failed for a batch of type "
-            f"{type(batch).__qualname__}: {error} If the model is called in another way, pass it: "
+            f"{type(batch).__qualname__}: {str(error).rstrip('.')}. If the model is called in "
+            "another way, pass it: "
             "`forward_fn=lambda model, batch: model(**batch)`, for example; `model(batch)` for "
             "SlowFast's lists of pathways, or `model(*batch)`."
         ) from error

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -74,6 +75,24 @@ def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch:
     monkeypatch.setattr(info.metadata, "packages_distributions", lambda: found)
     monkeypatch.setattr(info.shared_memory, "why_not", lambda: None)
     assert message in _said(monkeypatch, *present)
+
+
+def test_sources_that_hide_an_installation_are_told_apart(tmp_path: Path) -> None:
+    """Python finds the sources of the present folder first, where nothing was built."""
+    sources, installed = tmp_path / "sources", tmp_path / "installed"
+    for folder in (sources, installed):
+        left_out = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
+        shutil.copytree(ROOT / "multibn", folder / "multibn", ignore=left_out)
+    facts = installed / "multibn-9.dist-info" / "METADATA"
+    facts.parent.mkdir()
+    facts.write_text("Metadata-Version: 2.1\nName: multibn\nVersion: 9\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", "multibn", "info"], capture_output=True, text=True, timeout=100,
+        cwd=sources, env=environment() | {"PYTHONPATH": str(installed)},
+    )  # fmt: skip
+    hidden = f"The sources in {sources / 'multibn'} hide {installed / 'multibn'}, which is inst"
+    for part in ("reference (slow): the C core is missing", "no shared memory, the part in C is"):
+        assert hidden in next(line for line in ran.stdout.splitlines() if part in line)
 
 
 def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from multibn import torch_backend
 from tests.helpers import require
 
 NEEDS = "torch"
@@ -49,6 +50,7 @@ COUNT = Wrong((-1, *ANY_INT.values))  # from 0
 POSITIVE_INT = Wrong((0, *COUNT.values))
 CHOICE = Wrong(("nothing", 3, True, None))
 INTS = Wrong(((0, 1, 1), (1.5, 1, 1), ("1", 1, 1), (True, 1, 1)))  # positive, one for each axis
+ANYTHING = Wrong(())
 GROUP = Wrong((0, -1, 2.5, "nothing", True, [0, 0]), "a communicator must|a group must|a list of")
 
 _RULES = {
@@ -78,19 +80,18 @@ _RULES = {
     "dim_mul head_mul": Wrong((((1, 0),), ((1, nan),), ((1, "2"),), ((-1, 2),), ((1.0, 2),))),
     "drop_path": Wrong(((0.1, 1.0), (0.1, -0.5), (0.1, nan), (0.1, "0.1"), (0.1, True), (0.1,))),
     "buffer_layers": Wrong(((-1,), ("1",), (0.5,), (True,))),
+    # No numbers, no choices: models, arrays, functions, names, and what torch or Chainer refuses.
+    "model module link target parameters blocks config unnamed group comm_type": ANYTHING,
+    "x weight bias mask lengths arrays state states data_loader iterator": ANYTHING,
+    "device dtype stream_dtype initial_gamma initial_beta": ANYTHING,
+    "forward_fn empty converter eval_func ignore names prefix src dst": ANYTHING,
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 EXEMPT = {
     "communicators.transports.mpi.MPI(comm=)",  # looking at it initialises MPI
 }
-# Arguments that a callable hands on by `**options`.
-HANDED_ON = {
-    **dict.fromkeys(
-        ("NaiveSyncBatchNorm1d", "NaiveSyncBatchNorm2d", "NaiveSyncBatchNorm3d"),
-        ("eps", "momentum", "weighting", "running_var"),
-    ),
-    "MultiBNLayerSync": ("weighting", "running_var"),
-}
+# What takes the arguments that a callable hands on by `**` and this name.
+HANDED_ON = {"bn_args": "SyncBatchNorm", "options": "convert_sync_batchnorm"}
 
 Call: TypeAlias = Callable[..., Any]  # with valid arguments, to which one that is wrong is added
 
@@ -101,6 +102,7 @@ def _model() -> nn.Module:
 
 def _torch() -> dict[Call, Call]:
     from multibn import torch_backend as tb
+    from multibn.torch_backend.layer.base import SyncNormBase
 
     x = torch.randn(4, 3)
 
@@ -111,11 +113,9 @@ def _torch() -> dict[Call, Call]:
         options.setdefault("num_iters", 1)
         tb.update_bn_stats(_model(), [x], progress=False, **options)
 
-    layers = (
-        *(tb.SyncBatchNorm, tb.SyncBatchNorm1d, tb.SyncBatchNorm2d, tb.SyncBatchNorm3d),
-        *(tb.NaiveSyncBatchNorm1d, tb.NaiveSyncBatchNorm2d, tb.NaiveSyncBatchNorm3d),
-    )
-    sub = (tb.SubBatchNorm1d, tb.SubBatchNorm2d, tb.SubBatchNorm3d)
+    kinds = [v for v in vars(tb).values() if isinstance(v, type)]
+    layers = [v for v in kinds if issubclass(v, SyncNormBase)]
+    sub = [v for v in layers if "num_splits" in inspect.signature(v).parameters]
     of_models = (tb.average_gradients, tb.check_sync, tb.sync_running_stats, tb.join)
     return {
         **{cls: partial(cls, num_features=3) for cls in layers},
@@ -236,13 +236,18 @@ def _name(built: Callable[..., Any]) -> str:
 
 def _wrong(built: Any) -> Iterator[tuple[str, Any, str]]:
     """Arguments of `built`, values that it must refuse, and a pattern that the error must have."""
-    parameters = inspect.signature(built).parameters
-    for name in (*parameters, *HANDED_ON.get(built.__name__, ())):
-        rule = RULES.get(name)
-        if rule is None or f"{_name(built)}({name}=)" in EXEMPT:
+    parameters = dict(inspect.signature(built).parameters)
+    for name in HANDED_ON.keys() & parameters.keys():
+        del parameters[name]
+        taker = getattr(torch_backend, HANDED_ON[name])
+        parameters = {**inspect.signature(taker).parameters, **parameters}
+    for name, own in parameters.items():
+        is_bool = own.annotation in (bool, bool | None)  # anything is true or false
+        rule = RULES.get(name, ANYTHING if is_bool else None)
+        assert rule, f"_RULES must say which values of `{name}` {_name(built)} refuses"
+        if f"{_name(built)}({name}=)" in EXEMPT:
             continue
-        own = parameters.get(name)
-        takes_none = own and (own.default is None or type(None) in get_args(own.annotation))
+        takes_none = own.default is None or type(None) in get_args(own.annotation)
         for value in rule.values:
             if value is not None or not takes_none:
                 yield name, value, rule.named or f"`{name}`"

@@ -110,9 +110,10 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
             id="its notice says why",
         ),
         pytest.param(  # the others are not told to take the same number of steps
-            lambda watchdog: watchdog.leave(ValueError("a wrong shape\nand more")),
+            lambda watchdog: watchdog.leave(RuntimeError("in a worker\nTrace\nValueError: shape")),
             RuntimeError,
-            "rank 1 has failed: its program has ended by ValueError: a wrong shape",
+            "rank 1 has failed: its program has ended by RuntimeError: in a worker ... "
+            "ValueError: shape",
             id="its program has ended by an error",
         ),
         pytest.param(
@@ -197,8 +198,21 @@ def test_who_waits_says_one_word_before_the_deadline(
             f"multibn: rank 0 has waited 0.6 s in bn (forward, float32, call {call}) for rank(s)"
         )
         assert said.startswith(f"{begin} [1]: no rank of the group has come so far")
-        assert said.endswith("; an error follows after 0.9 s.")
+        assert "Find out what keeps it: a model in eval() (Chainer: train=False)" in said
+        assert said.endswith(" its model must be in eval(), too. An error follows after 0.9 s.")
         assert last == f"multibn: {error}"
+
+
+def test_who_ends_by_an_error_repeats_what_failed_on_others(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The error may be DistributedDataParallel's, of a connection that another rank has closed."""
+    told = {1: Status("failed", 3, "", "rank 1 has waited 3 s")}
+    told[2] = Status("failed", 3, "", "its program has ended by TimeoutError: rank 2 has waited")
+    watchdog = Watchdog(0, 3)
+    watchdog.board = StatusBoard(told, 0)
+    watchdog.leave(RuntimeError("Connection closed by peer"))
+    assert capfd.readouterr().err == "multibn: rank 1 has failed: rank 1 has waited 3 s\n"
 
 
 def test_a_message_that_all_ranks_wait_for_is_the_transports_fault() -> None:

@@ -97,6 +97,7 @@ Make = Callable[[Any, dict[str, Any]], Any]
 Way: TypeAlias = tuple[str, str, str]
 LAYERS: dict[str, Make] = {
     "layer": partial(_build, tb.SyncBatchNorm, "fuse_relu"),
+    "untracked": partial(_build, tb.SyncBatchNorm, "fuse_relu", track_running_stats=False),
     "naive": partial(_build, tb.NaiveSyncBatchNorm1d, "fuse_relu", global_sync=True),
     "sub": partial(_build, tb.SubBatchNorm1d, "num_splits"),
     "converted": partial(_convert, nn.BatchNorm1d),
@@ -108,6 +109,7 @@ LAYERS: dict[str, Make] = {
 # The options that such a layer has not, that have no meaning there, or a test of their own.
 LACKS = {
     "layer": "nonfinite num_splits",
+    "untracked": "nonfinite num_splits track_running_stats",
     "naive": "nonfinite num_splits",
     "sub": "nonfinite fuse_relu",
     "converted": "nonfinite fuse_relu num_splits",
@@ -173,6 +175,7 @@ WAYS = [
     *((name, "eager", "eager") for name in LAYERS),
     *(("layer", name, name if name in EVALUATIONS else "eager") for name in STEPS),
     *((name, "eager", "exported") for name in ("layer", "sub", "own forward", "own call")),
+    *(("untracked", "eager", name) for name in EVALUATIONS),
     *((name, "compiled", "compiled") for name in ("sub", "own call")),
     *((name, "double backward", "eager") for name in ("sub", "own call")),
     ("layer", "eager", "mixed dtypes"),
@@ -289,7 +292,7 @@ def _expected(name: str, o: dict[str, Any]) -> list[dict[str, Any]]:
             factor = 1.0 if o["running_var"] == "biased" else count / (count - 1)
             momentum = o["momentum"] or 1 / (n + 1)
             mean, var = oracle.running((mean, var), result.mean, result.var, factor, momentum)
-        if o["track_running_stats"]:
+        if o["track_running_stats"] and name != "untracked":
             found |= {"running_mean": mean, "running_var": var}
         else:
             alone = _normalized([(rank, whole)], 0, o, weight, bias)

@@ -9,6 +9,7 @@ import pytest
 from multibn import SingleProcess, kernels
 from multibn.engine.masks import WEIGHTINGS
 from multibn.engine.plan import NormArgs, Plan
+from multibn.kernels.spec import unpack
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 from tests.helpers.spread import spread
@@ -23,8 +24,8 @@ def moments(x: Any, communicator: Any, **options: Any) -> tuple[Any, Any, int]:
     mask = options.pop("mask", None)
     i = NormArgs(x, None, None, 1e-12, (0, 2), mask=mask)
     plan = Plan(i, counting, weighting=options.get("weighting", "element"))
-    y, batch = plan.forward(i)
-    return y, batch, len(counting.messages)
+    y, packed = plan.forward(i)
+    return y, unpack(packed), len(counting.messages)
 
 
 @pytest.mark.parametrize(

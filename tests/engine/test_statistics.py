@@ -12,7 +12,7 @@ import pytest
 from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
 from multibn.engine import PopulationEstimator, statistics
-from multibn.engine.masks import WEIGHTINGS
+from multibn.engine.masks import WEIGHTINGS, rank_weight
 from multibn.engine.plan import Plan
 from multibn.engine.statistics import (
     aggregate,
@@ -20,6 +20,7 @@ from multibn.engine.statistics import (
     refuse,
 )
 from multibn.kernels import Gradient, NormArgs
+from multibn.kernels.spec import unpack
 from multibn.parity import oracle
 from multibn.parity.oracle import relative_error
 from tests.helpers.launch import ROOT
@@ -69,7 +70,8 @@ def test_forward_and_backward_equal_the_oracle(
         )
         i = NormArgs(x, w, b, EPS, (0, 2))
         plan = Plan(i, counting, weighting=weighting)
-        y, batch = plan.forward(i)
+        y, packed = plan.forward(i)
+        batch = unpack(packed)
         again = aggregate(local_moments(x), counting, weighting=weighting)
         for one, other in zip(batch, again, strict=True):
             np.testing.assert_allclose(as_numpy(one), as_numpy(other), rtol=1e-12)
@@ -129,7 +131,7 @@ def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting
         everything = xp.ones((x.shape[0], 1, x.shape[2])) > 0  # NumPy 1.24 has no name for booleans
         inputs = [NormArgs(x, None, None, EPS, (0, 2), mask=m) for m in (None, everything)]
         results = [Plan(i, communicator, weighting=weighting).forward(i) for i in inputs]
-        return [[as_numpy(a) for a in (y, *batch)] for y, batch in results]
+        return [[as_numpy(a) for a in (y, *unpack(packed))] for y, packed in results]
 
     for rank, (unmasked, masked) in enumerate(run_ranks(len(xs), batch)):
         np.testing.assert_array_equal(masked[-1], unmasked[-1])  # the weight of an element
@@ -138,6 +140,18 @@ def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting
                 found, (expected.y[rank], expected.mean, expected.var), strict=False
             ):
                 np.testing.assert_allclose(one, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_a_weight_is_the_oracles_for_numbers_and_arrays(xp: Any, weighting: Any) -> None:
+    """The mean of ones tells what they count for, beside a zero on a rank of weight 1."""
+    for samples, length in ((4, 5), (2, 3), (1, 1), (0, 5)):
+        xs = [np.ones((samples, 1, length)), np.zeros((1, 1, 1))]
+        options: Any = {"eps": EPS, "weighting": weighting}
+        (mean,) = oracle.batch_norm(xs, xs, np.ones(1), np.zeros(1), **options).mean
+        for of in (float, partial(xp.asarray, dtype=xp.float64)):
+            weight, kind = rank_weight(of(samples * length), of(samples), weighting), type(of(1))
+            assert abs(float(weight) - mean / (1 - mean)) < 1e-12, f"{weighting!r} of {kind}"
 
 
 def test_each_weighting_is_a_word_of_the_signatures_and_of_the_documents() -> None:
@@ -153,7 +167,8 @@ def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
         x, ones = xp.zeros((0, C, 4)), xp.ones(C)
         i = NormArgs(x, ones, ones, EPS, (0, 2))
         plan = Plan(i, communicator, weighting="element")
-        y, batch = plan.forward(i)
+        y, packed = plan.forward(i)
+        batch = unpack(packed)
         dx, _, *gradients = plan.backward(Gradient(x, i, batch))
         assert y.shape == dx.shape == x.shape
         return [as_numpy(a) for a in (*batch, *gradients)]
@@ -166,7 +181,8 @@ def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
 def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).normal(size=(4, 3, 2, 5))
     i = NormArgs(xp.asarray(x), None, None, EPS, axis)
-    y, batch = Plan(i, SingleProcess(), weighting="element").forward(i)
+    y, packed = Plan(i, SingleProcess(), weighting="element").forward(i)
+    batch = unpack(packed)
     moments = local_moments(i.x, axis=axis)
     np.testing.assert_allclose(as_numpy(moments.mean), as_numpy(batch.mean), rtol=1e-12)
     mean, var = x.mean(axis, keepdims=True), x.var(axis, keepdims=True)

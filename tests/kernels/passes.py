@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, reference
-from multibn.kernels.spec import CANCELLED, OK
+from multibn.kernels.spec import CANCELLED, OK, unpack
 from tests.helpers import require
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET")
@@ -137,6 +137,15 @@ def layer(
     return NormArgs(x, weight, bias, EPS, axis, relu, there, added if residual else None), dy
 
 
+def others_of(i: NormArgs) -> dict[str, Any]:
+    """Each field of `NormArgs` has another value than `i`, which is of shape (4, 3, 5)."""
+    arrays = {"x": data((4, 3, 5), seed=7), "residual": data((4, 3, 5), seed=8)}
+    arrays |= {"weight": np.linspace(-1, 2, 3), "bias": np.linspace(0.5, -2, 3)}
+    arrays |= {"mask": np.arange(20).reshape(4, 1, 5) % 3 > 0}
+    others = {"eps": 3 * EPS, "axis": (0, 1), "relu": True}
+    return others | {name: like(i.x, v) for name, v in arrays.items()}
+
+
 def statistics(i: NormArgs, **changed: Any) -> BatchStatistics:
     """Statistics of no data in particular."""
     shape = tuple(n for k, n in enumerate(i.x.shape) if k not in i.axis)
@@ -169,7 +178,8 @@ def passes(
     if batch is None:
         old = [like(i.x, np.full(len(forward) // 2 - 1, v, "float32")) for v in (1, 2)]
         moved = i._replace(running=Running(old[0], old[1], 0.3, num_batches=like(i.x, np.array(3))))
-        y, batch, state = kernels.finish_forward(moved, message + forward, n, n)
+        y, packed, state = kernels.finish_forward(moved, message + forward, n, n)
+        batch = unpack(packed)
         assert state in (OK, CANCELLED)
         found |= {"y": y, **batch._asdict(), "running mean": old[0], "running var": old[1]}
         coefficients, *_ = kernels.finish_forward(i, message + forward, n, n, coefficients=True)

@@ -21,16 +21,8 @@ from tests.helpers import require
 from tests.kernels.passes import takes_int_of_an_array
 
 HERE = Path(__file__).parent
-CHECKS = [
-    str(HERE / name)
-    for name in (
-        "triton_passes.py",
-        "triton_steps.py",
-        "triton_prepared.py",
-        "test_passes.py",
-        "test_steps.py",
-    )
-]
+NAMES = "triton_passes triton_steps triton_prepared test_passes test_steps"
+CHECKS = [str(HERE / f"{name}.py") for name in NAMES.split()]
 
 
 def _run_checks(*, interpreted: bool) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from multibn import wire
 from multibn.kernels import Gradient, NormArgs, reference, select
+from multibn.kernels.spec import unpack
 from tests.helpers.spread import spread
 from tests.kernels.passes import (
     AXIS,
@@ -21,10 +22,12 @@ from tests.kernels.passes import (
     as_torch,
     check,
     data,
+    definition,
     exact,
     last,
     layer,
     libraries,
+    others_of,
     passes,
     statistics,
     strides,
@@ -106,6 +109,19 @@ def test_any_axes_can_be_reduced(
     kernels: Any, shape: tuple[int, ...], axis: tuple[int, ...], native: bool
 ) -> None:
     check(kernels, *layer(shape, axis=axis), native=native)
+
+
+# `passes` moves running statistics in each case; test_steps.py changes their fields.
+@pytest.mark.parametrize("field", [name for name in NormArgs._fields if name != "running"])
+def test_each_field_of_the_arguments_has_a_part_in_the_numbers(kernels: Any, field: str) -> None:
+    i, dy = layer((4, 3, 5), parameters=(None, None))
+    values = others_of(i)
+    assert field in values, f"`others_of` of passes.py must have a value of `NormArgs.{field}`"
+    changed = i._replace(**{field: values[field]})
+    plain, found = (definition(v, dy, np.ones((4, 3, 5))) for v in (i, changed))
+    differ = [name for name, v in found.items() if not np.array_equal(v, plain[name])]
+    assert differ, f"`definition` of passes.py must say what `NormArgs.{field}` does"
+    check(kernels, changed, dy, hint=f"where `NormArgs.{field}` alone has another value")
 
 
 def gaps(a: Any) -> Any:
@@ -348,7 +364,7 @@ def test_a_constant_has_no_variance(kernels: Any, shape: tuple[int, ...], dtype:
     for of, a in product(LIBRARIES, [np.array(x), last(x)]):
         i = NormArgs(of(a), None, None, 1.0, axis)
         message = kernels.begin_forward(i, 1024.0, 1024.0)
-        _, batch, _ = kernels.finish_forward(i, message + message, 1024.0, 1024.0)
+        batch = unpack(kernels.finish_forward(i, message + message, 1024.0, 1024.0)[1])
         assert not exact(batch.var).any()
         np.testing.assert_array_equal(exact(batch.mean), values.astype("float64"))
 
@@ -420,7 +436,7 @@ def test_a_message_is_written_where_it_is_sent(kernels: Any, of: Any) -> None:
     assert kernels.begin_forward(i, 3.0, 5.0, out=out) is out
     np.testing.assert_allclose(out, expected, rtol=1e-12)
     np.testing.assert_array_equal(memory[-2:], 7.0)
-    _, batch, _ = kernels.finish_forward(i, out, 3.0, 5.0)
+    batch = unpack(kernels.finish_forward(i, out, 3.0, 5.0)[1])
     assert type(batch.mean) is type(i.x)
     out[:] = np.nan  # the transport's next message
     assert batch.var[0] > 0
@@ -469,7 +485,7 @@ class TestTensors:
             y, batch, state = file.finish_forward(i, message, 2.0, 2.0)
         assert state == reference.OK
         assert y.is_cpu
-        np.testing.assert_allclose(batch.mean, i.x.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(unpack(batch).mean, i.x.mean(0), rtol=1e-6)
         payload, *_ = file.begin_backward(Gradient(torch._efficientzerotensor((2, 19)), i, batch))
         assert not payload.any()
 

@@ -17,10 +17,8 @@ from multibn.kernels.spec import options_of
 
 NEEDS = "core"
 
-RECORDS: list[Any] = [NormArgs, Gradient, BatchStatistics, Running]
 
-
-@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("record", [Gradient, BatchStatistics, Running])  # NormArgs: test_passes.py
 def test_the_reference_reads_each_field(record: Any) -> None:
     source = "".join(map(inspect.getsource, (reference, steps, plan)))
     for name in record._fields:

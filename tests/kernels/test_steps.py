@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from multibn.kernels import NormArgs, Running
-from multibn.kernels.spec import NOT_FINITE, OK, ONE_VALUE, REFUSED
+from multibn.kernels.spec import NOT_FINITE, OK, ONE_VALUE, REFUSED, unpack
 from tests.helpers.spread import spread
 from tests.kernels.passes import INTERPRETED, LIBRARIES, as_numpy, exact, libraries, only
 from tests.kernels.passes import kernels as kernels
@@ -23,7 +23,8 @@ def finish(
 ) -> tuple[Any, int]:
     """The statistics in a message, and its state."""
     i = NormArgs(of(np.zeros((1, (len(summed) - 2) // 2), "f4")), None, None, 1.0, (0,), **options)
-    return kernels.finish_forward(i, summed, *share)[1:]
+    _, batch, state = kernels.finish_forward(i, summed, *share)
+    return unpack(batch), state
 
 
 @pytest.mark.parametrize("C", [1, 6, 75, 700])
@@ -137,6 +138,7 @@ def test_running_statistics_move_by_the_formula(
     olds = np.random.default_rng(1).uniform(0.5, 2.0, (2, 7)).astype(dtype)
     counter = None if n is None else of(np.array(n))
     options: Any = {"momentum": momentum, "convention": convention, "num_batches": counter}
+    assert Running._fields == ("mean", "var", *options), "each field needs values of its own here"
     with only(kernels):
         found = moved(kernels, [of(v.copy()) for v in olds], total=total, count=count, **options)
     is_moved = int(total > 0)
@@ -181,7 +183,7 @@ def test_running_statistics_that_cannot_be_moved_are_an_error(kernels: Any) -> N
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         moved(kernels, [frozen, frozen], momentum=0.3)
-    with pytest.raises(ValueError, match="must be one of"):
+    with pytest.raises(ValueError, match="`running_var` must be one of 'unbiased_global', "):
         moved(kernels, [np.ones(7), np.ones(7)], momentum=0.3, convention="global")
 
 

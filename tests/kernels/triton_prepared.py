@@ -19,10 +19,11 @@ from multibn import SingleProcess, kernels
 from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import plan, recompute
-from multibn.kernels import cuda, steps
+from multibn.kernels import NormArgs, cuda, steps
 from multibn.kernels.triton import launch, prepared
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled
+from tests.helpers.spread import OTHERS
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
 from tests.kernels.triton_passes import wide
@@ -131,20 +132,18 @@ def test_bits_of_dtypes_and_layouts(
     assert count == 2 * 4  # two halves of two passes, in all steps but the first
 
 
+# The verbs take masks, and move cumulative averages.
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "ReLU": ({"fuse_relu": True}, {}, 8),
+    **{
+        f"{name}={value}": ({name: value}, {}, 4 if value is None else 8)
+        for name, values in OTHERS.items()
+        for value in values
+        if name != "num_splits"
+    },
     "residual": ({"fuse_relu": True}, {"residual": True}, 8),
     "residual without a ReLU": ({}, {"residual": True}, 8),
-    "no parameters": ({"affine": False}, {}, 8),
-    "no bias": ({"bias": False}, {}, 8),
-    "no running statistics": ({"track_running_stats": False}, {}, 8),
-    "biased": ({"running_var": "biased"}, {}, 8),
-    "unbiased_local": ({"running_var": "unbiased_local"}, {}, 8),
-    "by ranks": ({"weighting": "rank"}, {}, 8),
     "a matrix": ({}, {"shape": (16, 8)}, 8),
     "odd planes": ({}, {"shape": (4, 8, 3, 5)}, 8),
-    # The verbs' own.
-    "cumulative": ({"momentum": None}, {}, 4),
     "mask": ({}, {"mask": torch.arange(16).reshape(4, 1, 4) % 3 > 0}, 0),
 }
 
@@ -243,7 +242,7 @@ def test_bits_of_the_operators_of_compiled_code(
         for _ in range(3):
             x, dy = (torch.randn(*IMAGES).to(DEVICE) for _ in range(2))
             weight, bias = (torch.randn(8).to(DEVICE) if affine else None for _ in range(2))
-            args = x, weight, bias, 1e-5, [0, 2, 3], True, None, None
+            args = compiled._spread(NormArgs(x, weight, bias, 1e-5, (0, 2, 3), relu=True))
             sums = compiled._forward_sums(*args, 8, id(communicator), "element", True)
             batch = compiled._statistics(*sums)
             gradients = compiled._backward_sums(dy, *args, *batch, True, id(communicator))

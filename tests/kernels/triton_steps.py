@@ -127,7 +127,7 @@ def test_the_operators_of_compiled_code_return_the_kernels_coefficients(
     x, dy = (wide(4, C, 5).to(getattr(torch, dtype)) for _ in range(2))
     mask = (wide(4, 1, 5) > 0) if masked else None
     weight, bias = (wide(C).float() if affine else None for _ in range(2))
-    args = x, weight, bias, 1e-5, [0, 2], relu, mask, None
+    args = compiled._spread(NormArgs(x, weight, bias, 1e-5, (0, 2), relu, mask))
     found = []
     for chosen in (cuda, reference):
         monkeypatch.setattr(compiled, "select", lambda x, chosen=chosen: chosen)

@@ -24,7 +24,7 @@ COMPARISON = {
         "torch_backend/convert/test_class_swap.py: test_it_is_the_original_on_the_whole_batch",
     ],
     "the way back": ["torch_backend/convert/test_convert.py: test_revert_restores_the_class"],
-    "copies and pickles of a layer with a group": [
+    "`copy.deepcopy` and `pickle` of a layer with a `process_group`": [
         "torch_backend/layer/checks_layer.py: check_copies_share_the_group",
         "torch_backend/layer/checks_layer.py: check_saved_model_loads_without_a_group",
     ],

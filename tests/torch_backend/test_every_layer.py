@@ -7,6 +7,7 @@ tensor of the same shape, sample by sample.
 import ast
 import contextlib
 import copy
+import inspect
 import io
 import pickle
 import re
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import multibn
-from multibn import SingleProcess
+from multibn import SingleProcess, torch_backend
 from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
@@ -31,6 +32,7 @@ from multibn.torch_backend import (
     convert_sync_batchnorm,
     step_statistics,
 )
+from multibn.torch_backend.layer.base import SyncNormBase
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 from tests.torch_backend.convert.test_class_swap import Activated, Copied
@@ -79,6 +81,13 @@ LAYERS: dict[str, Callable[..., Any]] = {
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_sharing_layer = pytest.mark.parametrize("name", [n for n in LAYERS if "split" not in n])
+
+
+def test_each_public_layer_has_a_row() -> None:
+    kinds = [v for v in vars(torch_backend).values() if isinstance(v, type)]
+    public = {re.sub(r"\dd$", "", v.__name__) for v in kinds if issubclass(v, SyncNormBase)}
+    rows = {re.sub(r"\dd$", "", type(LAYERS[n](process_group=LOCAL)).__name__) for n in LAYERS}
+    assert public <= rows, f"LAYERS of test_every_layer.py must have a row of {public - rows}"
 
 
 def make(name: str, process_group: Any = LOCAL, dtype: Any = torch.float64, **options: Any) -> Any:
@@ -315,11 +324,6 @@ def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, .
     "name, options",
     [
         *((name, {"running_var": "unbiased_local"}) for name in LAYERS),
-        ("sync", {"affine": False, "weighting": "rank"}),
-        ("sync", {"bias": False, "weighting": "sample", "running_var": "biased"}),
-        ("sync", {"track_running_stats": False}),
-        ("sub", {"track_running_stats": False}),
-        ("sub", {"momentum": None}),
         ("sync", {"dtype": torch.bfloat16}),
     ],
     ids=str,
@@ -336,7 +340,15 @@ def test_one_compiled_graph_gives_eager_numbers(name: str, options: dict[str, An
 
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
 @pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("name", ["sync", "fused ReLU", "cumulative", "naive"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in LAYERS
+        if "mask" in inspect.signature(LAYERS[name](process_group=LOCAL).forward).parameters
+        if "split" not in name  # whose statistics are not those of all elements that count
+    ],
+)
 def test_elements_that_do_not_count_take_no_part(
     name: str, with_residual: bool, last: bool
 ) -> None:

@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from multibn._platform import pid_space, process_state
+from multibn._platform import missing_parts_cure, pid_space, process_state
 from multibn.communicators.channel import Begin, HostArray, spin_seconds
 from multibn.communicators.polling import Poll, poll
 from multibn.communicators.watchdog import RankLostError
 
 try:
     import multibn.communicators.transports._shared_memory as core
-except ImportError:  # built without a C compiler
+except ImportError:
     core = None  # type: ignore[assignment]
 
 _NUMBER = 8  # bytes of a float64
@@ -220,7 +220,7 @@ def why_not() -> str | None:
     if not hasattr(os, "memfd_create"):
         return "needs Linux"
     if core is None:
-        return "multibn was built without a C compiler: install one, and multibn again"
+        return f"the part in C is missing. {missing_parts_cure()}"
     try:
         with _offered(_TRIAL) as (offer, _):
             if _opened(offer) is None:

@@ -8,13 +8,15 @@
     F(Input, relu) F(Input, running) F(Input, mask)
 #define GRADIENT_FIELDS(F) F(Gradient, dy) F(Gradient, input) F(Gradient, batch) F(Gradient, y) F(Gradient, needs_dx)
 #define BATCH_FIELDS(F) F(Batch, mean) F(Batch, var) F(Batch, count) F(Batch, element_weight)
+#define PACKED_FIELDS(F) F(Packed, numbers) F(Packed, shape)
 #define RUNNING_FIELDS(F)                                                                                     \
     F(Running, mean) F(Running, var) F(Running, momentum) F(Running, convention) F(Running, num_batches)
 
 #define PLACE(record, name) record##_##name,
 #define NAME(record, name) " " #name
-enum { ARGS_FIELDS(PLACE) GRADIENT_FIELDS(PLACE) BATCH_FIELDS(PLACE) RUNNING_FIELDS(PLACE) NUM_FIELDS };
-static const char *const FIELDS[] = {ARGS_FIELDS(NAME), GRADIENT_FIELDS(NAME), BATCH_FIELDS(NAME), RUNNING_FIELDS(NAME)};
+enum { ARGS_FIELDS(PLACE) GRADIENT_FIELDS(PLACE) BATCH_FIELDS(PLACE) PACKED_FIELDS(PLACE) RUNNING_FIELDS(PLACE) NUM_FIELDS };
+static const char *const FIELDS[] = {ARGS_FIELDS(NAME), GRADIENT_FIELDS(NAME), BATCH_FIELDS(NAME), PACKED_FIELDS(NAME),
+                                     RUNNING_FIELDS(NAME)};
 #undef NAME
 
 static Py_ssize_t places[NUM_FIELDS]; /* of the fields in their named tuples */
@@ -46,6 +48,7 @@ typedef struct {
     Pass pass;
     Statistics statistics;
     Running running;
+    double *numbers; /* of packed statistics, all in a row */
     double *message, weight, count, mark; /* what is sent or was summed; what this rank counts for, its elements, mark */
     double *total, *element_weight; /* of the whole batch */
     Parameter dweight, dbias, coefficients; /* of a compiler's code, in place of the pass over elements */
@@ -128,13 +131,23 @@ static int kind_of(Call *call, PyObject *i)
     return !call->refused && PyObject_IsTrue(get_field(call, i, Input_relu)) == 1 ? SIGN_OF_X : GRADIENT;
 }
 
+/* `n` numbers of the statistics of a batch, which are in arrays of their own, or, packed, from one on in a row. */
+static double *take_statistic(Call *call, PyObject *batch, int field, int64_t from, int64_t n, int how)
+{
+    if (!call->refused && PyTuple_Size(batch) != 2) /* BatchStatistics */
+        return take(call, get_field(call, batch, field), FLOAT64, n, how).at;
+    if (!call->numbers)
+        call->numbers = take(call, get_field(call, batch, Packed_numbers), FLOAT64, 2 * call->pass.C + 2, how).at;
+    return call->numbers ? call->numbers + from : NULL;
+}
+
 /* What a pass reads beside the activations; `written` if a pass is to write mean and variance. */
 static void read_statistics(Call *call, PyObject *i, PyObject *batch, int written)
 {
     const int64_t C = call->pass.C;
     call->statistics = (Statistics){
-        .mean = take(call, get_field(call, batch, Batch_mean), FLOAT64, C, written).at,
-        .var = take(call, get_field(call, batch, Batch_var), FLOAT64, C, written).at,
+        .mean = take_statistic(call, batch, Batch_mean, 0, C, written),
+        .var = take_statistic(call, batch, Batch_var, C, C, written),
         .weight = take(call, get_field(call, i, Input_weight), ANY_FLOAT, C, OPTIONAL),
         .bias = take(call, get_field(call, i, Input_bias), ANY_FLOAT, C, OPTIONAL),
         .eps = number(call, get_field(call, i, Input_eps)),

@@ -169,8 +169,8 @@ static void read_finish_forward(Call *a, PyObject *const *args)
     a->message = take(a, args[4], FLOAT64, 2 * a->pass.C + NUM_SCALARS, 0).at;
     a->weight = number(a, args[5]);
     a->count = number(a, args[6]);
-    a->total = take(a, get_field(a, args[1], Batch_count), FLOAT64, 1, WRITTEN).at;
-    a->element_weight = take(a, get_field(a, args[1], Batch_element_weight), FLOAT64, 1, WRITTEN).at;
+    a->total = take_statistic(a, args[1], Batch_count, 2 * a->pass.C, 1, WRITTEN);
+    a->element_weight = take_statistic(a, args[1], Batch_element_weight, 2 * a->pass.C + 1, 1, WRITTEN);
     PyObject *running = get_field(a, args[0], Input_running);
     if (running == Py_None)
         return;
@@ -217,7 +217,8 @@ static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
     a->message = take(a, args[1], FLOAT64, 2 * a->pass.C, 0).at;
-    a->weight = number(a, get_field(a, get_field(a, args[0], Gradient_batch), Batch_element_weight));
+    PyObject *batch = get_field(a, args[0], Gradient_batch);
+    a->weight = a->numbers ? a->numbers[2 * a->pass.C + 1] : number(a, get_field(a, batch, Batch_element_weight));
     take_output(a, args[2], args[3], 4);
     a->pass.more = take_like(a, args[4], &a->x.a, WRITTEN | OPTIONAL);
 }
@@ -252,7 +253,7 @@ static PyMethodDef functions[] = {
 static int execute(PyObject *module)
 {
     const int count = num_levels();
-    PyObject *names = PyTuple_New(count), *known = Py_BuildValue("(ssss)", FIELDS[0], FIELDS[1], FIELDS[2], FIELDS[3]);
+    PyObject *names = PyTuple_New(count), *known = Py_BuildValue("(sssss)", FIELDS[0], FIELDS[1], FIELDS[2], FIELDS[3], FIELDS[4]);
     for (int i = 0; names && i < count; i++)
         PyTuple_SetItem(names, i, PyUnicode_FromString(LEVELS[i].name));
     level = count - 1;

@@ -285,7 +285,8 @@ def _normalize(
     sharing: Any = _Differentiable(communicator, phase, args.x.dtype)
     with without_autocast(args.x):
         apart = args._replace(running=None)
-        return Plan(apart, sharing, weighting=weighting, verbs=reference).share(apart)
+        y, batch = Plan(apart, sharing, weighting=weighting, verbs=reference).share(apart)
+    return y, unpack(batch)
 
 
 class _Differentiable:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
@@ -142,10 +142,9 @@ def operator(
 
 # The fields of an `NormArgs`, whose running statistics no operator moves beside the batch.
 _FIELDS = [name for name in NormArgs._fields if name != "running"]
-_KINDS = {Array: "Tensor", float: "float", tuple[int, ...]: "int[]", bool: "bool"}
-_INPUT = ", ".join(
-    f"{_KINDS.get(NormArgs.__annotations__[name], 'Tensor?')} {name}" for name in _FIELDS
-)
+_KINDS: dict[Any, str] = {Array: "Tensor", Array | None: "Tensor?", tuple[int, ...]: "int[]"}
+_KINDS |= {kind: kind.__name__ for kind in (float, bool, int, str)}
+_INPUT = ", ".join(f"{_KINDS[get_type_hints(NormArgs)[name]]} {name}" for name in _FIELDS)
 _SHARING = "SymInt num_channels, int communicator, str weighting"
 
 

@@ -185,7 +185,8 @@ def forward(
         plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
     if layer is not None and key is not None:
         layer.keep(key, plan)
-    return autograd.forward(plan, args)
+    y, batch = autograd.forward(plan, args)
+    return y, unpack(batch)
 
 
 def check(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
@@ -276,10 +277,11 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
     if shape[1] == 0:
         raise ValueError(f"the input must have channels: got 0 in shape {tuple(shape)}.")
     if num_channels is not None and shape[1] != num_channels:
+        cure = " Channels last: pass x.movedim(-1, 1)." if shape[-1] == num_channels else ""
         raise ValueError(
             f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
             "`num_features` or the length of `weight` and `bias`: "
-            f"got {shape[1]} in shape {tuple(shape)}. Channels last: pass x.movedim(-1, 1)."
+            f"got {shape[1]} in shape {tuple(shape)}.{cure}"
         )
     if not x.dtype.is_floating_point:
         raise statistics.not_floating(x)

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
 from numbers import Number
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from multibn.communicators import Communicator, CommunicatorLike
-from multibn.communicators.handshake import confirm_place
+from multibn.communicators.handshake import allreduce_at
 from multibn.engine.lockstep import END, Lockstep
 from multibn.torch_backend.train.synchrony import participants
 
@@ -32,6 +31,13 @@ class Joined:
         self.absent = False
         self._stand_in = stand_in
         self._steps: Lockstep | None = None
+
+    def __enter__(self) -> "Joined":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an exception the other ranks may be in another collective
+            self.leave()
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
         """This rank's batches, then stand-ins for as long as another rank has any.
@@ -62,9 +68,13 @@ class Joined:
                 stand_in.append(self._stand_in(batch))
             return 0
 
-        source = "the iterator of the batches"
         self._steps = Lockstep(
-            batches, self.communicator, source=source, amount=note, everywhere=True
+            batches,
+            self.communicator,
+            source="the iterator of the batches",
+            place="a step of join",
+            amount=note,
+            everywhere=True,
         )
         for step in self._steps:
             self.absent = step.batch is END
@@ -102,19 +112,18 @@ class Joined:
                 'already. Pass reduction="none" to the loss function.'
             )
         count = 0 if self.absent else losses.numel()
-        confirm_place(self.communicator, "the mean of join's losses")
-        total = self.communicator.allreduce(np.array([count], dtype=np.float64))
+        counts = np.array([count], dtype=np.float64)
+        total = allreduce_at(self.communicator, counts, "the mean of join's losses")
         factor = 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
         return losses.sum() * factor
 
 
-@contextmanager
 def join(
     model: nn.Module,
     process_group: CommunicatorLike = None,
     *,
     empty: Callable[[Any], Any] | None = None,
-) -> Iterator[Joined]:
+) -> Joined:
     """Let ranks with unequal numbers of batches train a model together, with exact statistics.
 
     A context manager for a training loop in which every rank makes as many steps as the one with
@@ -122,7 +131,7 @@ def join(
     weight in statistics and losses; its forward and backward passes, DistributedDataParallel's
     included, communicate as before. DistributedDataParallel's own join does not support
     synchronized layers. Without DistributedDataParallel, call `average_gradients` before the
-    optimizer's step.
+    optimizer's step. A loop that no rank leaves before its end needs no `with`.
 
     Parameters
     ----------
@@ -167,9 +176,7 @@ def join(
     >>> model[0].num_batches_tracked
     tensor(2)
     """
-    joined = Joined(participants(model, process_group), _empty if empty is None else empty)
-    yield joined
-    joined.leave()  # not after an exception: the other ranks may be in another collective
+    return Joined(participants(model, process_group), _empty if empty is None else empty)
 
 
 def _empty(batch: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.communicators.handshake import agree, confirm_place
+from multibn.communicators.handshake import agree, allreduce_at
 from multibn.engine.consistency import check_equal, largest_group
 from multibn.engine.running import pool_running
 from multibn.kernels.steps import as_wide
@@ -127,7 +127,9 @@ def sync_running_stats(
     if not means:
         return
     communicator = participants(model, process_group)
-    confirm_place(communicator, "sync_running_stats")
+
+    def total(a: Tensor) -> Tensor:
+        return allreduce_at(communicator, a, "sync_running_stats")
 
     def flat(buffers: Sequence[Tensor]) -> Tensor:
         return flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
@@ -136,13 +138,11 @@ def sync_running_stats(
         buffers = [*means, *variances, *counters]
         mine = flat(buffers)
         # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
-        result = communicator.allreduce(mine if communicator.rank == 0 else torch.zeros_like(mine))
+        result = total(mine if communicator.rank == 0 else torch.zeros_like(mine))
     else:
         buffers = [*means, *variances]
         mean, var = flat(means), flat(variances)
-        result = torch.cat(
-            pool_running(mean, var, lambda a: communicator.allreduce(a) / communicator.size)
-        )
+        result = torch.cat(pool_running(mean, var, lambda a: total(a) / communicator.size))
     for buffer, part in zip(buffers, unflatten_dense_tensors(result, buffers), strict=True):
         buffer.copy_(part)
 

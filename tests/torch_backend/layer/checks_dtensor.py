@@ -41,6 +41,7 @@ from multibn.torch_backend import (
 )
 from tests.harness.runs import on
 from tests.helpers.pages import script
+from tests.helpers.spread import OTHERS
 
 RUNS = on("torchrun", 4, needs="torch")
 
@@ -151,32 +152,30 @@ def check_layers_train_in_all_placements(world: Communicator) -> None:
     _train(_layer(), mesh, [Shard(0), Shard(2), Replicate()], whole, world)
 
 
-def check_evaluation_is_local_in_all_placements(world: Communicator) -> None:
-    """Local, in the placements of the input; the gradients are those of one process."""
-    mesh = _mesh(2, 2)
-    plain = _layer()
-    plain.running_mean.copy_(torch.arange(C))
-    plain.eval()
-    x, dy = _whole(0).requires_grad_(), _whole(1)
-    y = nn.functional.batch_norm(
-        x, plain.running_mean, plain.running_var, plain.weight, plain.bias, eps=plain.eps
-    )
+def _evaluated(layer: Any, x: Any, dy: Any) -> dict[str, Any]:
+    y = layer(x.requires_grad_())
     y.backward(dy)
-    assert x.grad is not None
-    expected = {"y": y, "dx": x.grad, "weight": plain.weight.grad, "bias": plain.bias.grad}
-    for placements in itertools.product(PLACEMENTS, PLACEMENTS):
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    return {"y": y, "dx": x.grad, **gradients}
+
+
+def check_evaluation_is_local_in_all_placements(world: Communicator) -> None:
+    """The numbers and the gradients are those of one process, whatever the options are."""
+    mesh, cases = _mesh(2, 2), itertools.product(PLACEMENTS, PLACEMENTS)
+    others = [{name: v} for name, values in OTHERS.items() for v in values if name != "num_splits"]
+    for options, placements in (*(({}, p) for p in cases), *((o, tuple(BOTH)) for o in others)):
+        plain = _layer(**options).eval()
+        for buffer in (b for b in plain.buffers() if b.ndim):
+            nn.init.uniform_(buffer, 0.5, 2)
         layer: Any = distribute_module(copy.deepcopy(plain), mesh)
-        layer.zero_grad()
-        part = _place(_whole(0), mesh, placements).requires_grad_()
+        x, dy = (_place(_whole(k), mesh, placements) for k in (0, 1))
         with _messages() as messages, CommDebugMode() as collectives:
-            out = layer(part)
-        assert not messages
+            got, right = _evaluated(layer, x, dy), _evaluated(plain, _whole(0), _whole(1))
+        assert not messages or not plain.track_running_stats
         assert not collectives.get_total_counts()
-        out.backward(_place(dy, mesh, placements))
-        assert out.placements == part.grad.placements == placements
-        got = {"y": out, "dx": part.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
-        numbers = {name: t.detach().numpy() for name, t in expected.items()}
-        _compare(got, numbers, placements)
+        assert got["y"].placements == got["dx"].placements == placements
+        numbers = {name: t.detach().numpy() for name, t in right.items()}
+        _compare(got, numbers, (options, placements))
 
 
 def check_residual_relu_and_second_order_equal_one_process(world: Communicator) -> None:
@@ -199,7 +198,7 @@ def check_residual_relu_and_second_order_equal_one_process(world: Communicator) 
 
 
 def check_the_function_takes_dtensors(world: Communicator) -> None:
-    """And layers, of an input still under way, and without running statistics."""
+    """And layers, of an input still under way."""
     mesh = _mesh(2, 2)
     x = _place(_whole(0), mesh, BOTH)
     expected = _expected(_layer(), 1)[0]
@@ -209,8 +208,6 @@ def check_the_function_takes_dtensors(world: Communicator) -> None:
     under_way = _place(_whole(0), mesh, [Replicate(), Shard(3)])
     under_way = under_way.redistribute(placements=[Shard(0), Shard(0)], async_op=True)
     _compare({"y": layer(under_way)}, {"y": expected.y[0]}, "under way")
-    no_buffers = _layer(track_running_stats=False).eval()
-    _compare({"y": no_buffers(x)}, {"y": expected.y[0]}, "no running statistics")
 
 
 class _Activated(nn.BatchNorm2d):

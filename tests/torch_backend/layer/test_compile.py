@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
+from multibn.kernels import NormArgs
 from multibn.parity import oracle
 from multibn.torch_backend import (
     SubBatchNorm1d,
@@ -121,7 +122,7 @@ def test_operators_keep_torchs_rules(needs_dx: bool) -> None:
     alone = SingleProcess()
     compiled.register(alone)
     x, weight = torch.randn(4, 3, 2), torch.ones(3)
-    i = x, weight, None, 1e-5, (0, 2), False, None, None
+    i = compiled._spread(NormArgs(x, weight, None, 1e-5, (0, 2)))
     torch.library.opcheck(
         torch.ops.multibn.forward_sums.default, (*i, 3, id(alone), "element", True)
     )

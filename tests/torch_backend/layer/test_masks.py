@@ -189,16 +189,19 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
      "`mask` and `lengths` cannot be passed together: got both"),
     ("shape", {"mask": torch.ones(4, C, L).bool()}, ValueError,
      r"`mask` must have the shape of the input without the channels, \(4, 7\), or one that "
-     r"broadcasts to it: got \(4, 3, 7\) for an input of shape \(4, 3, 7\)"),
+     r"broadcasts to it: got \(4, 3, 7\) for an input of shape \(4, 3, 7\)\. Leave the axis of the "
+     r"channels out: mask\[:, 0\]\."),
     ("size", {"mask": torch.ones(3, L).bool()}, ValueError, r"\(4, 7\), .* got \(3, 7\)"),
-    ("dtype", {"mask": torch.ones(4, L)}, TypeError, "must be of dtype bool.*: got torch.float32"),
+    ("dtype", {"mask": torch.ones(4, L)}, TypeError, "must be of dtype bool.*: got torch.float32. "
+     "Compare first: mask > 0, or mask == 0 if what counts has 0 and padding -inf"),
     ("device", {"mask": torch.ones(4, L, device="meta").bool()}, ValueError,
      "`mask` must be on the device of the input, cpu: got meta"),
     ("type", {"mask": np.ones((4, L), bool)}, TypeError, "`mask` must be a Tensor.*: got ndarray"),
     ("list", {"lengths": [1, 2, 3, 4]}, TypeError,
      "`lengths` must be a Tensor.*: got list. Make it one, by torch.asarray"),
     ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
-     "`lengths` must be from 0 to 7, the length of an input .*: got 8 for sample 1. Transpose"),
+     "`lengths` must be from 0 to 7, the length of an input .*: got 8 for sample 1. If a layer "
+     "before has shortened the input, shorten `lengths`, too"),
     ("negative", {"lengths": torch.tensor([1, 7, -1, 1])}, ValueError, "got -1 for sample 2"),
     ("sparse", {"mask": torch.ones(4, L).bool().to_sparse()}, TypeError,
      r"`mask` must be a dense tensor: got layout torch.sparse_coo. Call to_dense\(\) on it"),
@@ -222,9 +225,16 @@ def test_wrong_masks_are_errors_on_every_rank(
 
 
 def test_an_input_with_channels_last_is_told_of_the_transpose() -> None:
-    """Where the lengths do not give the mistake away, the number of channels does."""
+    """Where lengths or mask do not give the mistake away, the number of channels does."""
+    layer, x = layer_of(), X.movedim(1, -1)
     with pytest.raises(ValueError, match=r"got 7 in shape .*pass x\.movedim\(-1, 1\)"):
-        layer_of()(X.movedim(1, -1), lengths=torch.full((4,), 2))
+        layer(x, lengths=torch.full((4,), 2))
+    with pytest.raises(ValueError, match=r"got 7 for sample 0. Transpose an input \(N, L, C\) b"):
+        layer(x, lengths=torch.full((4,), L))
+    with pytest.raises(ValueError, match=r"got \(4, 7\) .* Transpose an input with its channel"):
+        layer(x, mask=torch.ones(4, L).bool())
+    with pytest.raises(ValueError, match=r"got 8 in shape \(4, 8, 7\)\.$"):
+        layer(torch.zeros(4, 8, L))
 
 
 @pytest.mark.parametrize("tracks", [True, False])

@@ -367,6 +367,18 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
             precise(layer, [[torch.ones(4, 3, 8, 8)]])
 
 
+def test_padding_that_a_model_could_leave_out_warns() -> None:
+    class Padded(SyncBatchNorm):
+        def forward(self, x: Any, x_lens: Any = None) -> Any:  # type: ignore[override]
+            return super().forward(x, lengths=x_lens)
+
+    batch = [torch.randn(2, 3, 5), torch.tensor([5, 2])]
+    with pytest.warns(UserWarning, match="takes x_lens, but of each batch .* `forward_fn=lambda m"):
+        precise(Padded(3), [batch])
+    precise(Padded(3), batch[:1])
+    precise(Padded(3), [batch], forward_fn=lambda model, batch: model(*batch))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_moments_of_16_bits_are_taken_in_float32(autocast: bool) -> None:
     """They are those of what a layer is shown; buffers keep their dtype."""

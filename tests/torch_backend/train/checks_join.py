@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multibn.communicators import Communicator
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
+    SyncBatchNorm,
     average_gradients,
     convert_sync_batchnorm,
     join,
@@ -22,6 +23,7 @@ from multibn.torch_backend import (
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from tests.harness.runs import on
 from tests.helpers.ranks import CountingCommunicator
+from tests.torch_backend.train.test_join import PLACES
 
 RUNS = on("torchrun mpiexec", 3, needs="torch")
 
@@ -88,6 +90,15 @@ def check_uneven_training_equals_one_process(world: Communicator) -> None:
         expect_in_sync(inner, world)
         for name, value in inner.state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def check_a_function_on_some_ranks_and_a_layer_on_others_are_told(world: Communicator) -> None:
+    model = SyncBatchNorm(3, process_group=world)
+    for place, function in PLACES.items():
+        model(torch.ones(2, 3) + world.rank)
+        with pytest.raises(RuntimeError, match="the ranks are in different places") as raised:
+            function(model, world) if world.rank else model(torch.ones(2, 3))
+        assert f"; rank(s) [1, 2] in {place} (a sum of float64 numbers of" in str(raised.value)
 
 
 class _Failing:
@@ -228,8 +239,10 @@ def check_differences_of_models_are_found(world: Communicator) -> None:
         expect_in_sync(model, world)
     if world.rank == 1:
         del model[0].num_batches_tracked
+        model[2].eps = 1e-3
     message = (
-        r"built alike.*rank 1 lacks 0\.num_batches_tracked of shape \(\) and dtype torch.int64"
+        r"built alike.*rank 1 has 2 with eps=0\.001, lacks "
+        r"0\.num_batches_tracked with shape=\(\), dtype=torch\.int64, lacks 2 with eps=1e-05\."
     )
     with pytest.raises(RuntimeError, match=message):
         expect_in_sync(model, world)

@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from multibn.torch_backend.layer.base import SyncNormBase
-from multibn.torch_backend.reversible.mvit.config import (
-    Grid,
-    LayerSizes,
-    RevMViTConfig,
-    parse_fusion,
-)
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, parse_fusion
+from multibn.torch_backend.reversible.mvit.sizes import Grid, LayerSizes
 from multibn.torch_backend.reversible.sequence import drop_scale
 
 _POOLS: dict[str, Any] = {"avg": nn.AvgPool3d, "max": nn.MaxPool3d}

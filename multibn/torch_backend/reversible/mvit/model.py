@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from multibn.torch_backend.reversible.mvit.config import Grid, RevMViTConfig, patch_grid, plan
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 from multibn.torch_backend.reversible.mvit.layers import (
     ReversibleBlock,
     StageTransitionBlock,
     TwoStreamFusion,
     normalize_last_axis,
 )
+from multibn.torch_backend.reversible.mvit.sizes import Grid, layer_sizes, patch_grid
 from multibn.torch_backend.reversible.sequence import ReversibleSequence
 
 
@@ -56,7 +57,7 @@ class ReversibleMViT(ReversibleSequence):
     def __init__(self, config: Any, model: Any = None) -> None:
         config = RevMViTConfig.from_slowfast(config)
         super().__init__((), mode=config.mode, tied_drop_path=config.drop_path_mode == "whole")
-        layers = plan(config)
+        layers = layer_sizes(config)
         kinds = {True: StageTransitionBlock, False: ReversibleBlock}
         self.grid = layers[0].grid
         self.dim_out = layers[-1].dim_out

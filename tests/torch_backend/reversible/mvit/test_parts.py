@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm
 from multibn.torch_backend.reversible import RevMViTConfig
-from multibn.torch_backend.reversible.mvit.config import round_width
 from multibn.torch_backend.reversible.mvit.layers import (
     TwoStreamFusion,
     normalize_last_axis,
     relative_position_bias,
 )
 from multibn.torch_backend.reversible.mvit.model import resize_positions
+from multibn.torch_backend.reversible.mvit.sizes import round_width
 
 NEEDS = "torch"
 
