@@ -11,10 +11,9 @@ import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -28,11 +27,12 @@ from multibn.communicators.diagnostics import (
     group_ranks_by,
     log_and_raise,
     log_last_error,
-    senders,
+    raise_for_refusal,
     uncaught,
 )
 from multibn.communicators.polling import Poll, chain
-from multibn.communicators.watchdog import GroupInfo, StatusBoard, Watchdog
+from multibn.communicators.status_board import GroupInfo, StatusBoard
+from multibn.communicators.watchdog import Watchdog
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 # Begins to sum an array over the ranks, in place; None if that is done already.
@@ -53,12 +53,12 @@ class Transport(ABC):
     def open(self) -> Iterator[Poll | None]:
         """Connect the ranks, in steps as `chain` takes, and make the block. Collective."""
 
+    @abstractmethod
     def prepare_block(self, n: int) -> Begin:
         """Return what begins to sum the first `n` numbers of the block, or more, unread, ones.
 
         Ranks in different places may come with unlike `n`.
         """
-        return self.prepare(self.block)
 
     @abstractmethod
     def prepare(self, a: HostArray) -> Begin:
@@ -80,13 +80,12 @@ class Transport(ABC):
         """
 
 
-@dataclass
-class Buffer:
+class Buffer(NamedTuple):
     """Memory for payloads of one length, and what begins to sum a head and a payload."""
 
     head: memoryview  # of wire.HEAD numbers
     payload: HostArray
-    begin: Begin | None  # None when the group was destroyed
+    begin: Begin
 
 
 class Channel:
@@ -97,14 +96,9 @@ class Channel:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.watchdog = Watchdog(self.rank, self.size, transport.known)
-        self._is_open = False
+        self.carrier = ""  # of the messages, "shared memory" for example; none before the first
         self._buffers: dict[int, Buffer] = {}  # by the length of payloads
         _channels.add(self)
-
-    @property
-    def carrier(self) -> str:
-        """The name of what has carried the layers' messages, "shared memory" for example, or ""."""
-        return self.transport.carrier if self._is_open else ""
 
     def allreduce(self, a: HostArray, place: str = "") -> HostArray:
         """The sum of `a` over the ranks, a new array; people read the `place`. Collective."""
@@ -133,9 +127,8 @@ class Channel:
         raise_for_kinds(self, kind, text, head)
         return None
 
-    def refuse(self) -> None:
+    def refuse(self, text: object = "a refusal") -> None:
         """Take part in the others' message, whatever it is, as a rank that refuses its input."""
-        text = "a refusal"
         self._open(text)
         self.transport.block[: wire.HEAD] = wire.head(wire.mark(self.rank))
         self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)
@@ -175,8 +168,6 @@ class Channel:
         self.abandon()
         failed = self.watchdog.failure is not None
         self.watchdog.board = None
-        for buffer in self._buffers.values():  # layers may have them
-            buffer.begin = None
         self._buffers.clear()
         if not failed:  # nor in a fork, which has failed
             self.watchdog.failure = "its process group was destroyed. Give the layer another one."
@@ -184,11 +175,10 @@ class Channel:
         self.transport.close(failed=failed)
 
     def _open(self, text: object) -> None:
-        if self._is_open:
+        if self.carrier:
             return
-        self.watchdog.check(text)  # before a fork touches the transport
         self.watchdog.wait(lambda: chain(self._connect(str(text))), text)
-        self._is_open = True
+        self.carrier = self.transport.carrier
         every: Any = SimpleNamespace(rank=self.rank, size=self.size)
         every.allreduce = lambda a: self.compare(a, "introduction", text=str(text))
         self.watchdog.exchange_pids(lambda me: gather(me, every))
@@ -225,11 +215,7 @@ def raise_for_kinds(communicator: Any, kind: str, text: str, head: list[float]) 
     `head` is the sum of the heads.
     """
     if wire.is_refused(head):
-        log_and_raise(
-            RuntimeError,
-            f"rank {communicator.rank} cannot go on, in {text}: the input of a layer was refused "
-            f"on {senders(head[:1], communicator.size)}. The error raised there says why.",
-        )
+        raise_for_refusal(communicator, head[:1], "a layer", f", in {text}")
     kinds, texts = zip(*gather((kind, text), communicator), strict=True)
     if len({*kinds}) > 1:
         log_and_raise(
@@ -266,6 +252,11 @@ class ChannelCommunicator(Handle, ABC):
     def allreduce_in_place(self, x: Array, /) -> Array:
         """Do as `allreduce_on_device`; the sum may stand in `x`, whose numbers are then gone."""
         return self.allreduce_on_device(x)
+
+
+def channel_of(group: Any, /) -> Channel | None:
+    """The channel of a group that is `resolved`; None where all its messages are arrays."""
+    return group.channel if isinstance(group, ChannelCommunicator) else None
 
 
 def spin_seconds(num_ranks: int = 1) -> float:

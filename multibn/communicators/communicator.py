@@ -124,14 +124,16 @@ class Forwarding(Handle):
     def split(self, color: int, key: int = 0) -> Any:
         return self._look_up().split(color, key)
 
-    def resolve(self) -> Any:
-        """The communicator that this one stands for at present."""
-        target = self._look_up()
-        return target.resolve() if isinstance(target, Forwarding) else target
-
     def _look_up(self) -> Any:
         """The communicator that this one stands for; may itself be `Forwarding`."""
         raise NotImplementedError
+
+
+def resolved(communicator: Any, /) -> Any:
+    """The communicator that this one stands for at present, itself where it is no `Forwarding`."""
+    while isinstance(communicator, Forwarding):
+        communicator = communicator._look_up()
+    return communicator
 
 
 def is_outsiders_marker(obj: Any, /) -> bool:

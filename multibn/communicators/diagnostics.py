@@ -55,6 +55,17 @@ def senders(marks: Sequence[float], size: int) -> str:
     return f"rank(s) {ranks} of {size}" if ranks else "some rank"
 
 
+def raise_for_refusal(
+    communicator: Any, marks: Sequence[float], name: str, place: str = ""
+) -> NoReturn:
+    """Raise, at a `place`, where ranks that have sent marks have refused the input of a layer."""
+    log_and_raise(
+        RuntimeError,
+        f"rank {communicator.rank} cannot go on{place}: the input of {name} was refused on "
+        f"{senders(marks, communicator.size)}. The error raised there says why.",
+    )
+
+
 # The end of an error about ranks that do not meet.
 ALIKE = (
     "All ranks must run the same layers in the same order, with the same dtype, and none may "

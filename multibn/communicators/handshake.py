@@ -14,12 +14,12 @@ import numpy as np
 from multibn import _version, wire
 from multibn._typing import Array
 from multibn.communicators.channel import (
-    Channel,
     ChannelCommunicator,
     HostArray,
+    channel_of,
     raise_for_kinds,
 )
-from multibn.communicators.communicator import Forwarding, gather
+from multibn.communicators.communicator import gather, resolved
 from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
 from multibn.communicators.unread import Unread
 
@@ -65,8 +65,8 @@ class GroupState:
     """The comparisons of the layers of a group of ranks, equal on all of them."""
 
     def __init__(self) -> None:
-        # Of what is no layer, but a function: by what was compared, under which name it goes on.
-        self.names: dict[Any, str] = {}
+        # Of what is no layer, but a function: by what was compared, the name and number found.
+        self.names: dict[Any, tuple[str, int]] = {}
         self.longest = 0  # of the messages that were agreed on
         self.unread = Unread()  # messages that GPUs have summed
         self.count = 0  # of first messages
@@ -84,29 +84,34 @@ def look_at_unread() -> None:
         known.unread.look()
 
 
-def handshake(
-    layer: Any, communicator: Any, channel: Channel | None, channels: int, call: object
-) -> tuple[str, GroupState]:
-    """The layer's name among these ranks, no other layer's, and what else they know.
+def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str, int, GroupState]:
+    """The layer's name and number among these ranks, and what else they know.
 
-    Collective where the layer has not compared itself with so many channels.
+    Layers are numbered by their first messages. Collective where the layer has not compared itself
+    with so many channels.
     """
-    known = _known_of(communicator, channel, layer.own_known)
+    known = _known_of(group, layer.own_known)
     # A function's comparison lasts as long as a call.
     names = known.names if layer.built is None else layer.names.setdefault(known, {})
     key = layer.name, channels
     if key not in names:
-        name = _compare(layer, communicator, channel, channels, call, known)
+        # Ranks without a channel may be threads of one process, which count each other's layers.
+        built = None if channel_of(group) is None else layer.built
+        options = layer.texts() | {"channels": f"{channels} channels"}
+        facts = f"{_version.__version__} {layer.name} {channels} {built} {sorted(options.items())}"
+        text = f"the first message of {call}"
+        is_alike, _ = agree(group, "first message", facts, text=text, known=known)
+        name = layer.name if is_alike else explained(layer.name, group, built, options)
         known.count += 1
         known.unread.together = max(known.count, 4)
         known.longest = max(known.longest, wire.length(channels))
-        names[key] = f"{name} {known.count}"
-    return names[key], known
+        names[key] = str(name), known.count
+    return *names[key], known
 
 
-def _known_of(communicator: Any, channel: Channel | None, otherwise: GroupState) -> GroupState:
+def _known_of(group: Any, otherwise: GroupState) -> GroupState:
     try:
-        return _known.setdefault(communicator if channel is None else channel, GroupState())
+        return _known.setdefault(channel_of(group) or group, GroupState())
     except TypeError:  # no hash, or no weak references: each layer compares for itself
         return otherwise
 
@@ -126,22 +131,22 @@ def agree(
     channel these would meet in the transport, and so all are as long as the longest that the ranks
     have agreed on. `text` says to people where this rank is. Collective: one allreduce.
     """
-    bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
-    if bare.size == 1:
+    group = resolved(communicator)
+    if group.size == 1:
         return True, mark
-    channel = bare.channel if isinstance(bare, ChannelCommunicator) else None
+    channel = channel_of(group)
     if channel is not None:
         total = channel.compare(np.array([mark]), kind, facts, text)
         return total is not None, 0.0 if total is None else float(total[0])
-    known = known or _known_of(bare, None, GroupState())
+    known = known or _known_of(group, GroupState())
     numbers: HostArray = np.zeros(max(known.longest, wire.HEAD + 1))
     numbers[: wire.HEAD] = wire.head(wire.fingerprint(kind + facts))
     numbers[wire.HEAD] = mark
-    summed = _sum(numbers, bare)
+    summed = _sum(numbers, group)
     head = summed[: wire.HEAD].tolist()
-    if wire.all_equal(head, bare.size):
+    if wire.all_equal(head, group.size):
         return True, float(summed[wire.HEAD])
-    raise_for_kinds(bare, kind, text or kind, head)
+    raise_for_kinds(group, kind, text or kind, head)
     return False, 0.0
 
 
@@ -151,43 +156,24 @@ def confirm_place(communicator: Any, place: str) -> None:
     A channel tells in the message itself. To a user's own class arrays go as they are, and would be
     added to a layer's: collective there, one allreduce.
     """
-    bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
-    if not isinstance(bare, ChannelCommunicator):
-        agree(bare, place)
+    group = resolved(communicator)
+    if not isinstance(group, ChannelCommunicator):
+        agree(group, place)
 
 
 def allreduce_at(communicator: Any, x: Array, place: str) -> Array:
     """Sum `x` over ranks that are all in this place, which errors name. Collective."""
     confirm_place(communicator, place)
-    bare = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
-    is_ours = getattr(type(bare), "allreduce", None) is ChannelCommunicator.allreduce
-    summed: Array = bare.allreduce_at(x, place) if is_ours else bare.allreduce(x)
+    group = resolved(communicator)
+    is_ours = getattr(type(group), "allreduce", None) is ChannelCommunicator.allreduce
+    summed: Array = group.allreduce_at(x, place) if is_ours else group.allreduce(x)
     return summed
 
 
-def _compare(
-    layer: Any,
-    communicator: Any,
-    channel: Channel | None,
-    channels: int,
-    call: object,
-    known: GroupState,
-) -> str:
-    """The layer's name, once all ranks are known to be in the same layer. Collective."""
-    # Ranks without a channel may be threads of one process, which count each other's layers.
-    built = layer.built if channel is not None else None
-    options = layer.texts()
-    options["channels"] = f"{channels} channels"
-    facts = f"{_version.__version__} {layer.name} {channels} {built} {sorted(options.items())}"
-    text = f"the first message of {call}"
-    is_alike, _ = agree(communicator, "first message", facts, text=text, known=known)
-    return str(layer.name) if is_alike else explained(layer, communicator, built, options)
-
-
-def explained(layer: Any, communicator: Any, built: LayerId | None, options: dict[str, str]) -> str:
-    """Do as `_compare` where first messages differ; most differences are errors."""
-    facts = _version.__version__, layer.name, f"{built} of {LayerId.num_layers}", options
-    versions, names, built_as, all_options = zip(*gather(facts, communicator), strict=True)
+def explained(name: str, group: Any, built: LayerId | None, options: dict[str, str]) -> str:
+    """The name for a layer whose first messages differ; most differences are errors. Collective."""
+    facts = _version.__version__, name, f"{built} of {LayerId.num_layers}", options
+    versions, names, built_as, all_options = zip(*gather(facts, group), strict=True)
     if len(set(versions)) > 1:
         log_and_raise(
             RuntimeError,
@@ -217,7 +203,7 @@ def explained(layer: Any, communicator: Any, built: LayerId | None, options: dic
             f"{group_ranks_by(answers, 'with')}. Build the same model on all ranks.",
         )
     if built is not None and len(set(built_as)) > 1:
-        places = gather(built.place(), communicator)
+        places = gather(built.place(), group)
         if any(place != places[0] for place in places):
             log_and_raise(
                 RuntimeError,

@@ -8,7 +8,7 @@ ranks see the same sum of heads, so that all of them turn to ask each other in t
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -18,20 +18,26 @@ from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of
 from multibn._typing import Array
 from multibn.communicators import nonfinite
 from multibn.communicators.channel import (
-    Buffer,
-    Channel,
+    Begin,
     ChannelCommunicator,
     HostArray,
+    channel_of,
     raise_for_kinds,
 )
-from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
+from multibn.communicators.communicator import (
+    Communicator,
+    Forwarding,
+    SingleProcess,
+    gather,
+    resolved,
+)
 from multibn.communicators.diagnostics import (
     ALIKE,
     alike,
     display_name,
     group_ranks_by,
     log_and_raise,
-    log_to_stderr,
+    raise_for_refusal,
 )
 from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
 from multibn.communicators.unread import COPIED, Summed, is_captured, stream_of
@@ -66,8 +72,8 @@ class LayerCommunicator(Forwarding):
         # The plans of the layer's steps, by all in which steps may differ: `multibn.engine.plan`.
         self.plans: dict[Any, Any] = {}
         self._elsewhere: dict[Communicator, LayerCommunicator] = {}
-        # The names that the layer has in each group, by its own name and the messages' length.
-        self.names: WeakKeyDictionary[GroupState, dict[Any, str]] = WeakKeyDictionary()
+        # The names and numbers of the layer in each group, by its own name and its channels.
+        self.names: WeakKeyDictionary[GroupState, dict[Any, tuple[str, int]]] = WeakKeyDictionary()
         self.own_known = GroupState()  # of a communicator that no table can hold
 
     @property
@@ -126,7 +132,7 @@ class LayerCommunicator(Forwarding):
         call for a group of ranks; torch's default process group may have been made anew since.
         """
         key = phase, dtype, needs_gradient, finetune, n
-        group = self.resolve()
+        group = resolved(self)
         known = self.phases.get(key)
         if known is None or not known.is_over(group):
             known = self.phases[key] = LayerPhase(self, group, *key, like)
@@ -145,27 +151,19 @@ def refuse(communicator: Any, error: Exception) -> None:
 
     Without a word to those of a communicator that has no channel. Collective.
     """
-    group = communicator.resolve() if isinstance(communicator, Forwarding) else communicator
-    channel = group.channel if isinstance(group, ChannelCommunicator) else None
+    channel = channel_of(resolved(communicator))
     if channel is not None and channel.size > 1:
-        log_refusal(communicator, error)
+        nonfinite.log_refusal(communicator, error)
         channel.refuse()
 
 
-def log_refusal(communicator: Any, error: Exception) -> None:
-    """Print the `error` of a rank that refuses an input, which names no layer itself."""
-    where = f"rank {communicator.rank} in {nonfinite.name_of(communicator)}: "
-    log_to_stderr(str(error), where)
-
-
-class _Latest:
+class _Latest(NamedTuple):
     """The latest call of a phase, for people; keeps no layer alive."""
 
-    def __init__(self, phase: "LayerPhase") -> None:
-        self._phase = ref(phase)
+    phase: "ref[LayerPhase]"
 
     def __str__(self) -> str:
-        return str(self._phase() or "a layer that was deleted since")
+        return str(self.phase() or "a layer that was deleted since")
 
 
 class LayerPhase(Forwarding):
@@ -176,13 +174,15 @@ class LayerPhase(Forwarding):
     """
 
     _known: GroupState
+    _facts: tuple[str, ...]  # by which layers of one name may differ, for people
     _place: str
     _fingerprint: float
-    _buffer: Buffer  # of the channel, from the first message on
-    _payload: HostArray | None = None  # of the buffer
-    _watchdog: Watchdog  # of the channel
-    # The head of the buffer, and what a rank sends there. NumPy takes 1.2 us to copy a few numbers,
-    # memoryviews 0.1.
+    # The channel's, from the first message on; memory of a payload, and what sums it with a head.
+    _watchdog: Watchdog
+    _payload: HostArray | None = None
+    _begin: Begin
+    # That head, and what a rank sends there. NumPy takes 1.2 us to copy a few numbers, memoryviews
+    # 0.1.
     _head: memoryview
     _sent_head: memoryview
 
@@ -201,16 +201,13 @@ class LayerPhase(Forwarding):
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
-        self._num_numbers = n
+        self._num_numbers, self._in_message = n, slice(wire.HEAD, wire.HEAD + n)
         self._calls = 0
-        self._latest = _Latest(self)
-        self._self = ref(self)
+        self._latest = _Latest(ref(self))
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
         self._group = group
-        self._channel: Channel | None = (
-            group.channel if isinstance(group, ChannelCommunicator) else None
-        )
+        self._channel = channel_of(group)
         # A message's memory is nobody else's.
         is_ours = isinstance(group, ChannelCommunicator)
         self._reduce = group.allreduce_in_place if is_ours else group.allreduce
@@ -226,8 +223,7 @@ class LayerPhase(Forwarding):
 
     def is_over(self, group: Any) -> bool:
         """Whether the messages still go to the ranks of `group`."""
-        is_same = group is self._group
-        return is_same and (self._channel is None or self._channel is group.channel)
+        return group is self._group and self._channel is channel_of(group)
 
     def _look_up(self) -> Any:
         return self._group
@@ -240,7 +236,9 @@ class LayerPhase(Forwarding):
         if self._size == 1:
             return np.empty(self._num_numbers)
         if self._channel is not None and self._payload is None:
-            self._payload = self._open(self._calls + 1)
+            text = self._call(self._calls + 1)
+            self._watchdog = self._channel.watchdog
+            self._head, self._payload, self._begin = self._channel.buffer(self._num_numbers, text)
         return self._payload
 
     def message(self, like: Array) -> Message | None:
@@ -269,7 +267,7 @@ class LayerPhase(Forwarding):
         if x is not self._payload:
             return self._allreduce_other(x, copied)
         self._head[:] = self._sent_head
-        self._watchdog.wait(self._buffer.begin, self._latest)
+        self._watchdog.wait(self._begin, self._latest)
         head = self._head.tolist()
         if head != self._expected:
             self._raise_for_places(head)
@@ -281,22 +279,18 @@ class LayerPhase(Forwarding):
             return x if self._is_alone else self._group.allreduce(x)
         if self._channel is None or self._group.takes(x):
             return self._allreduce_array(x, copied)
-        self._calls -= 1
+        sent = to_host(x)
+        if self.name == "forward" and wire.is_refusal(sent):
+            self._channel.refuse(self._latest)
+            return x  # the caller has an error
+        self._calls -= 1  # counted by the call below
         payload = self.buffer()
         assert payload is not None
-        payload[:] = to_host(x)
-        if self._refuses(payload):
-            self._calls += 1
-            self._head[:] = np.array(wire.head(self.mark)).data
-            self._watchdog.wait(self._buffer.begin, self._latest)
-            return x  # the caller has an error
+        payload[:] = sent
         self.allreduce(payload)
         if not is_on_host(x) and self.name == "forward":  # the caller looks at no numbers on a GPU
             nonfinite.raise_if_nonfinite(self, self.dtype, payload)
         return from_host(payload.copy(), x)
-
-    def _refuses(self, payload: HostArray) -> bool:
-        return self.name == "forward" and wire.is_refusal(payload)
 
     def __str__(self) -> str:
         return self._call(self._calls)
@@ -313,23 +307,15 @@ class LayerPhase(Forwarding):
         layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
         call = self._call(self._calls + 1)
         with on_device_of(like):
-            name, self._known = handshake(layer, self._group, self._channel, channels, call)
-        # With the width: layers of one name may meet in a message.
-        layer_name, _, number = name.rpartition(" ")
-        which = f"{channels} channels, layer {number} by the first call"
-        self._place = f"{layer_name} {self.name}: {which}"
-        facts = f"{self._place} {self.kind} {self.gradients}"
+            name, number, self._known = handshake(layer, self._group, channels, call)
+        width = f"{channels} channels"
+        self._facts = self.gradients, width, f"{width}, layer {number} by the first call"
+        self._place = f"{name} {self.name}: {self._facts[-1]} {self.kind}"
+        facts = f"{self._place} {self.gradients}"
         if layer.built is None:  # each call of a function has options of its own
             facts += f" {layer.texts()}"
         self._fingerprint = wire.fingerprint(facts)
         return wire.head(self._fingerprint)
-
-    def _open(self, number: int) -> HostArray:
-        """The payload's memory, for this call. Collective at the first one for this length."""
-        assert self._channel is not None
-        self._buffer = self._channel.buffer(self._num_numbers, self._call(number))
-        self._watchdog, self._head = self._channel.watchdog, self._buffer.head
-        return self._buffer.payload
 
     def _length(self) -> int:
         """How many numbers a message has that is handed over as an array.
@@ -337,33 +323,34 @@ class LayerPhase(Forwarding):
         Without a channel, messages of unlike lengths would meet in the transport. Zeros make every
         message as long as the longest that the ranks have agreed on.
         """
-        return max(self._known.longest, wire.HEAD + self._num_numbers)
+        return max(self._known.longest, self._in_message.stop)
 
     def _allreduce_array(self, x: Array, copied: bool) -> Array:
         """Sum over what is handed arrays: a GPU's transport, or a user's own class."""
-        on_host, end = is_on_host(x), wire.HEAD + self._num_numbers
+        on_host = is_on_host(x)
         sent, around = to_host(x) if on_host else x, np.zeros(self._length())
-        refuses = on_host and self._refuses(sent)
+        refuses = on_host and self.name == "forward" and wire.is_refusal(sent)
         around[: wire.HEAD] = wire.head(self.mark) if refuses else self._sent_head
         numbers = from_host(around, sent)
-        numbers[wire.HEAD : end] = sent
+        numbers[self._in_message] = sent
         if not on_host:
             return self._on_device(numbers, self._group.allreduce, copied)
         summed = self._group.allreduce(numbers)
         head = summed[: wire.HEAD].tolist()
         if head != self._expected and not refuses:
             self._raise_for_places(head)
-        return from_host(summed[wire.HEAD : end], x)
+        return from_host(summed[self._in_message], x)
 
     def _on_device(self, numbers: Array, reduce: Callable[[Array], Array], copied: bool) -> Array:
         """Sum a message on a GPU; the payload of the sum. The host looks at it later."""
         if is_captured(numbers):
-            return reduce(numbers)[wire.HEAD : wire.HEAD + self._num_numbers]
+            return reduce(numbers)[self._in_message]
         self._known.unread.look_if_due(COPIED if copied else None)
         summed = reduce(numbers)
         kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
-        self._known.unread.keep(Summed(self._self, self._calls, summed, self._expected, kind))
-        return summed[wire.HEAD : wire.HEAD + self._num_numbers]
+        phase, number = self._latest.phase, self._calls
+        self._known.unread.keep(Summed(phase, number, summed, self._expected, kind))
+        return summed[self._in_message]
 
     def check(self, summed: HostArray, number: int) -> None:
         """Raise on all ranks unless the messages that a GPU has summed in a call belong together.
@@ -372,7 +359,7 @@ class LayerPhase(Forwarding):
         """
         call, head = self._call(number), summed[: wire.HEAD].tolist()
         if self.name == "forward":
-            payload = summed[wire.HEAD :][: self._num_numbers]
+            payload = summed[self._in_message]
             nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=call)
         if not wire.all_equal(head, self._size):
             log_and_raise(
@@ -389,22 +376,19 @@ class LayerPhase(Forwarding):
         """
         layer = self.layer
         if wire.is_refused(head):
-            nonfinite.raise_for_refusal(self, nonfinite.name_of(self), head[:1])
+            raise_for_refusal(self, head[:1], display_name(layer.name))
         raise_for_kinds(layer.communicator, "layer", str(self), head)
-        which = self._place.rpartition(": ")[2]  # models may have layers of one name
-        facts = self.gradients, which.partition(",")[0], which
-        calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
-        answers = gather([f"{self._place} {self.kind}", *calls], layer.communicator)
+        calls = f"{self}", *(f"{self}, {fact}" for fact in self._facts)
+        answers = gather([self._place, *calls], layer.communicator)
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
-            explained(layer, layer.communicator, None, layer.texts())
+            explained(layer.name, layer.communicator, None, layer.texts())
             log_and_raise(
                 RuntimeError,
-                f"the ranks differ in whether a backward pass may follow: "
-                f"{group_ranks_by(gradients)}. "
-                "Those with gradients would wait for the others: compute gradients on all ranks "
-                "or on none, and freeze the same layers on all of them. A rank that validates "
-                "under torch.no_grad() must call model.eval() before.",
+                "the ranks differ in whether a backward pass may follow: "
+                f"{group_ranks_by(gradients)}. Those with gradients would wait for the others: "
+                "compute gradients on all ranks or on none, and freeze the same layers on all of "
+                "them. A rank that validates under torch.no_grad() must call model.eval() before.",
             )
         texts = next(each for each in (texts, *others) if len({*each}) > 1)
         log_and_raise(

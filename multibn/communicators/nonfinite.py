@@ -3,12 +3,18 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from multibn import wire
 from multibn.communicators.channel import HostArray
 from multibn.communicators.communicator import identity
-from multibn.communicators.diagnostics import display_name, log_and_raise, senders
+from multibn.communicators.diagnostics import (
+    display_name,
+    log_and_raise,
+    log_to_stderr,
+    raise_for_refusal,
+    senders,
+)
 from multibn.communicators.handshake import agree
 
 
@@ -21,6 +27,12 @@ def name_of(communicator: Any, /) -> str:
     """The name of the layer that uses the communicator, for people."""
     layer = layer_of(communicator)
     return "a layer" if layer is None else display_name(layer.name)
+
+
+def log_refusal(communicator: Any, error: Exception) -> None:
+    """Print the `error` of a rank that refuses an input, which names no layer itself."""
+    where = f"rank {communicator.rank} in {name_of(communicator)}: "
+    log_to_stderr(str(error), where)
 
 
 def skips(communicator: Any, dtype: Any, /) -> bool:
@@ -48,7 +60,7 @@ def raise_if_nonfinite(
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
     marks = wire.marks(summed)
     if wire.is_refusal(summed):
-        raise_for_refusal(communicator, name, marks)
+        raise_for_refusal(communicator, marks, name)
     if not marks:
         return
     where = senders(marks, communicator.size)
@@ -60,16 +72,6 @@ def raise_if_nonfinite(
         )
     # After a layer that has skipped no moment is finite, but the zeros of a rank without elements.
     _tell_of_skip(communicator, where, may_be_told=len(marks) + 2 == len(summed))
-
-
-def raise_for_refusal(communicator: Any, name: str, marks: list[float]) -> NoReturn:
-    """Raise where the ranks that have sent marks have refused the input of the layer `name`."""
-    where = senders(marks, communicator.size)
-    log_and_raise(
-        RuntimeError,
-        f"rank {communicator.rank} cannot go on: the input of {name} was refused on {where}. "
-        "The error raised there says why.",
-    )
 
 
 def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:

@@ -1,10 +1,10 @@
-"""Ways to wait for a collective, each until a time of the caller's."""
+"""Ways to wait for the other ranks, each until a time of the caller's."""
 
 import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 # Waits so many seconds at most, and says whether the collective is done.
 Poll: TypeAlias = Callable[[float], bool]
@@ -37,6 +37,19 @@ def poll(
         else:
             time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
     return True
+
+
+def until(store: Any, key: str) -> Poll:
+    """Waits for a key of a store of torch.distributed."""
+    return partial(poll, lambda: store.check([key]), begun=time.monotonic(), longest=0.1)
+
+
+def until_all_come(store: Any, size: int) -> Poll:
+    """Says that this rank has come, and waits for all; once in each part of a store."""
+    # One key says that all have come, and not as many as there are ranks.
+    if store.add("number of ranks", 1) == size:
+        store.set("all ranks", "")
+    return until(store, "all ranks")
 
 
 def chain(steps: Iterator[Poll | None]) -> Poll:

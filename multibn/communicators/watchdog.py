@@ -7,19 +7,19 @@ Nothing is sent while all ranks come in time.
 """
 
 import contextlib
-import json
 import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 from multibn._platform import pid_space, process_state, this_machine
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.communicators.polling import Poll
+from multibn.communicators.status_board import GroupInfo, RankLostError, Status, StatusBoard
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
@@ -36,64 +36,12 @@ _BEGIN_ANEW = (
 )
 
 
-class Status(NamedTuple):
-    """A word of a rank for the others."""
-
-    state: str  # "waits", "looks" for a lost rank, "failed" or "left"
-    completed: int  # how many collectives the rank has completed
-    group: str  # before the ranks of a group have met: its key
-    text: str  # where the rank waits, for people, or what went wrong
-    counts: dict[str, int] = {}  # of a rank that waits: `completed` of each of its groups
-
-    def encode(self) -> bytes:
-        return json.dumps(self).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Status":
-        return cls(*json.loads(data))
-
-
-class StatusBoard(Protocol):
-    """Where ranks leave notices for each other; never blocks for long."""
-
-    def publish(self, notice: Status, /) -> None:
-        """Leave the latest notice of this rank."""
-
-    def read(self) -> dict[int, Status]:
-        """The latest notice of each other rank that has left one."""
-
-    def close(self) -> None:
-        """Finish publishing before the process ends."""
-        return
-
-
 class Peer(NamedTuple):
     """The process of a rank."""
 
     machine: str
     pid_space: str
     pid: int
-
-
-class GroupInfo(NamedTuple):
-    """The knowledge of a transport about a group before its ranks have met."""
-
-    key: str  # a name of the group, equal on its ranks, and no other group's
-    members: Sequence[int]  # the ranks in the world, which is the same for all groups
-    find_ended: Callable[[], Collection[int]]  # those whose processes have ended; a launcher tells
-    board: StatusBoard  # of the world, for ranks that wait for others to meet
-
-
-class RankLostError(RuntimeError):
-    """A rank sends no more, as a transport has seen: its process has ended, or it `has_left`.
-
-    A rank that has left has let go of the group in order, while this one waits for its message.
-    """
-
-    def __init__(self, rank: int, *, has_left: bool = False) -> None:
-        what = f"rank {rank} has left" if has_left else f"the process of rank {rank} has ended"
-        super().__init__(what)
-        self.rank, self.has_left = rank, has_left
 
 
 class Watchdog:
@@ -127,7 +75,7 @@ class Watchdog:
             self._key, self._members = told[0][0], self._peers
         _watchdogs.add(self)
 
-    def wait(self, begin: Callable[[], Poll | None] | None, text: object) -> None:
+    def wait(self, begin: Callable[[], Poll | None], text: object) -> None:
         """Begin a collective, and return when it is done.
 
         `str(text)`, which says to people where this rank is, is computed only where somebody is to
@@ -137,7 +85,9 @@ class Watchdog:
         stays under way, and later ones would meet it.
         """
         if self.failure is not None:
-            self.check(text)
+            raise RuntimeError(
+                f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
+            )
         if self._launcher and os.getppid() != self._launcher:
             self._fail(
                 ConnectionError,
@@ -145,7 +95,6 @@ class Watchdog:
                 f"end this process if another rank failed. Rank {self.rank} ends in {text}.",
             )
         try:
-            assert begin is not None
             done = begin()
             if done is not None and not done(min(PATIENCE, self.timeout)):
                 self._wait_long(done, str(text))
@@ -160,13 +109,6 @@ class Watchdog:
                     f"the message is still under way. {_BEGIN_ANEW}"
                 )
             raise
-
-    def check(self, text: object) -> None:
-        """Raise RuntimeError after a failure."""
-        if self.failure is not None:
-            raise RuntimeError(
-                f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
-            )
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the others that this process ends, by an `error` or in order."""
@@ -202,13 +144,12 @@ class Watchdog:
             if self._before and not self._peers:
                 self._check_before_meeting(self._before, text)
             if time.monotonic() >= deadline:
-                self._miss(notices, text)
+                waited, cure = self._waited(self.timeout, notices, text)
+                self._fail(TimeoutError, f"{waited} {cure}")
             if time.monotonic() >= word_at:
                 word_at = math.inf
-                told = self._waited(SILENT, notices, text)
-                if self._absent(notices):
-                    told = f"{told}. {self._advice()}"
-                log_to_stderr(f"{told} An error follows after {self.timeout:g} s.")
+                waited, _ = self._waited(SILENT, notices, text)
+                log_to_stderr(f"{waited} An error follows after {self.timeout:g} s.")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Status]:
@@ -300,32 +241,22 @@ class Watchdog:
             "the same layers, in the same order.",
         )
 
-    def _miss(self, notices: dict[int, Status], text: str) -> NoReturn:
-        if not self._absent(notices):
-            self._fail(
-                TimeoutError,
-                f"{self._waited(self.timeout, notices, text)}: the transport has not delivered, "
-                "perhaps because the store of torch.distributed has keys of an earlier process "
-                f"group. {_BEGIN_ANEW}",
-            )
-        self._fail(
-            TimeoutError,
-            f"{self._waited(self.timeout, notices, text)}. {self._advice()} Or allow for more "
-            "time: MULTIBN_TIMEOUT.",
-        )
-
-    def _advice(self) -> str:
-        return (
-            "Find out what keeps it: a model in eval() (Chainer: train=False), or one not "
-            f"converted there, sends no messages. If rank {self.rank} validates alone, its model "
-            "must be in eval(), too."
-        )
-
-    def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> str:
+    def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> tuple[str, str]:
+        """What has kept this rank waiting for so long; and what to do, besides looking for it."""
         waited = f"rank {self.rank} has waited {seconds:g} s in {text}"
-        if absent := self._absent(notices):
-            return f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}"
-        return f"{waited}, where all ranks are"
+        absent = self._absent(notices)
+        if not absent:
+            return (
+                f"{waited}, where all ranks are: the transport has not delivered, perhaps because "
+                "the store of torch.distributed has keys of an earlier process group.",
+                _BEGIN_ANEW,
+            )
+        return (
+            f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}. Find out what "
+            "keeps it: a model in eval() (Chainer: train=False), or one not converted there, sends "
+            f"no messages. If rank {self.rank} validates alone, its model must be in eval(), too.",
+            "Or allow for more time: MULTIBN_TIMEOUT.",
+        )
 
     def _absent(self, notices: dict[int, Status]) -> list[int]:
         here = {self.rank, *notices}

@@ -195,7 +195,7 @@ def refuse(
     if communicator.size == 1:
         return
     if error is not None:
-        layer_communicator.log_refusal(communicator, error)
+        nonfinite.log_refusal(communicator, error)
     xp = array_namespace(like)
     wide = steps.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     shape = (wire.forward_payload(num_channels),)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import __version__, cli, info
+from multibn import __version__, _platform, cli, info
 from multibn.parity.launch import environment
 from tests.helpers import require
 from tests.helpers.launch import ROOT
@@ -98,6 +98,7 @@ def test_sources_that_hide_an_installation_are_told_apart(tmp_path: Path) -> Non
 def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
     monkeypatch.setattr(info, "find_command", lambda name: None)
     monkeypatch.setattr(info.shared_memory, "why_not", lambda: "needs Linux")
+    monkeypatch.setattr(_platform.metadata, "distributions", lambda **_: [])  # no other one
     monkeypatch.setitem(sys.modules, "multibn.kernels.core._core", None)
     said = _said(monkeypatch, "torch", "mpi4py")
     assert (

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "multibn"
 FLOORS = """
 _typing _version _platform registry
 options
-_arrays checkpoint.files
+_arrays checkpoint.files communicators.status_board
 wire communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watchdog
 communicators.channel

@@ -1,6 +1,7 @@
 """Waiting with a deadline, over ranks as threads: what is said when the others do not come."""
 
 import functools
+import json
 import os
 import re
 import signal
@@ -14,13 +15,8 @@ from typing import Any
 import pytest
 
 from multibn.communicators.polling import poll
-from multibn.communicators.watchdog import (
-    GroupInfo,
-    RankLostError,
-    Status,
-    Watchdog,
-    check_timeout,
-)
+from multibn.communicators.status_board import GroupInfo, RankLostError, Status
+from multibn.communicators.watchdog import Watchdog, check_timeout
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.alone
@@ -38,7 +34,7 @@ class StatusBoard:
     def read(self) -> dict[int, Status]:
         others = dict(self._notices)
         others.pop(self._rank, None)
-        return {r: Status.decode(n.encode()) for r, n in others.items()}
+        return {r: Status(*json.loads(json.dumps(n))) for r, n in others.items()}
 
     def close(self) -> None:
         """Threads need no end."""
@@ -215,16 +211,22 @@ def test_who_ends_by_an_error_repeats_what_failed_on_others(
     assert capfd.readouterr().err == "multibn: rank 1 has failed: rank 1 has waited 3 s\n"
 
 
-def test_a_message_that_all_ranks_wait_for_is_the_transports_fault() -> None:
+def test_a_message_that_all_ranks_wait_for_is_the_transports_fault(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("multibn.communicators.watchdog.SILENT", 0.5)
     watchdog = Watchdog(0, 2)
     watchdog.board, watchdog.timeout = (
         StatusBoard({1: Status("waits", 0, "", "a (forward)")}, 0),
-        0.6,
+        1.2,
     )
     error = _says(watchdog.wait, _begin, "a (forward)")
     assert isinstance(error, TimeoutError)
-    assert re.match(r"rank 0 has waited 0\.6 s in a \(forward\), where all ranks are: ", str(error))
+    assert re.match(r"rank 0 has waited 1\.2 s in a \(forward\), where all ranks are: ", str(error))
     assert "store of torch.distributed has keys of an earlier process group. Begin" in str(error)
+    said, _ = capfd.readouterr().err.splitlines()
+    assert said.startswith("multibn: rank 0 has waited 0.5 s in a (forward), where all ranks are: ")
+    assert said.endswith(" has keys of an earlier process group. An error follows after 1.2 s.")
 
 
 def test_a_call_that_is_under_way_is_not_the_last_one() -> None:

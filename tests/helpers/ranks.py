@@ -123,7 +123,7 @@ class _CountingChannel:
 
     def __init__(self, inner: Channel, counting: CountingCommunicator) -> None:
         self._inner, self._counting = inner, counting
-        self.size, self.watchdog = inner.size, inner.watchdog
+        self.size, self.watchdog, self.refuse = inner.size, inner.watchdog, inner.refuse
 
     def compare(self, a: HostArray, kind: str, *facts: str) -> HostArray | None:
         if kind == "first message":
@@ -136,7 +136,6 @@ class _CountingChannel:
         inner = self._inner.buffer(n, text)
 
         def begin() -> Poll | None:
-            assert inner.begin is not None
             self._counting.messages.append(wire.HEAD + n)
             return inner.begin()
 

@@ -3,6 +3,7 @@
 mpi4py is imported, and MPI thereby initialised, at the first use of a communicator and not before.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,7 +24,7 @@ from multibn.communicators.channel import (
 from multibn.communicators.communicator import SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, poll
-from multibn.communicators.watchdog import Status, StatusBoard
+from multibn.communicators.status_board import Status, StatusBoard
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -157,8 +158,8 @@ class _Transport(Transport):
     def __init__(self, comm: "Comm") -> None:
         self.rank, self.size = comm.rank, comm.size
         self.block = np.zeros(_BLOCK)
-        self.duplicate: Comm | None = None
         self._comm = comm
+        self.duplicate: Any = None  # of the communicator, until that is freed
         self.requests: list[Any] = []  # persistent ones
         self.offers = spin_seconds()
         from mpi4py import MPI as mpi
@@ -171,11 +172,10 @@ class _Transport(Transport):
             )
 
     def open(self) -> "Iterator[Poll]":
-        duplicate, request = self._comm.Idup()
-        self.duplicate = duplicate
+        self.duplicate, request = self._comm.Idup()
         yield partial(poll, request.Test)
         # Collectives and point-to-point messages of one communicator do not meet.
-        self.board = _Board(duplicate)
+        self.board = _Board(self.duplicate)
         self._begin_block = self.prepare(self.block)
 
     def prepare_block(self, n: int) -> Begin:
@@ -211,33 +211,29 @@ class _Sum:
     """
 
     def __init__(self, transport: _Transport, memory: HostArray) -> None:
-        self._transport, self._memory = transport, memory
-        self._num_begun = 0
-        self._request: Any = None  # the persistent one
-        self._done: Any = None  # of that request
         from mpi4py import MPI as mpi
 
-        self._in_place: Any = mpi.IN_PLACE
+        self._transport, self._arguments = transport, (mpi.IN_PLACE, memory)
+        self._num_begun = 0
+        self._request: Any = None  # the persistent one
+        self._done: Poll | None = None  # of that request
 
     def begin(self) -> Poll | None:
         if self._request is None:
             self._num_begun += 1
             if self._num_begun != _OFTEN or not self._keep_request():
-                assert self._transport.duplicate is not None
-                request = self._transport.duplicate.Iallreduce(self._in_place, self._memory)
+                request = self._transport.duplicate.Iallreduce(*self._arguments)
                 return partial(poll, request.Test, offers=self._transport.offers)
         self._request.Start()
         for _ in range(_LOOKS):
             if self._request.Test():
                 return None
-        return cast(Poll, self._done)
+        return self._done
 
     def _keep_request(self) -> bool:
         """Whether the sum has a persistent request from now on."""
-        assert self._transport.duplicate is not None
         with suppress(NotImplementedError):
-            duplicate = self._transport.duplicate
-            self._request = duplicate.Allreduce_init(self._in_place, self._memory)
+            self._request = self._transport.duplicate.Allreduce_init(*self._arguments)
             self._transport.requests.append(self._request)
             self._done = partial(poll, self._request.Test, offers=self._transport.offers)
         return self._request is not None
@@ -256,7 +252,7 @@ class _Board(StatusBoard):
         self._sent: list[Any] = []  # requests and what they send, which must stay in memory
 
     def publish(self, notice: Status, /) -> None:
-        data = notice.encode()
+        data = json.dumps(notice).encode()
         for rank in self._others:
             self._sent.append((self._comm.Isend(data, rank), data))
 
@@ -268,7 +264,7 @@ class _Board(StatusBoard):
             while self._comm.Iprobe(rank, status=status):
                 data = bytearray(status.count)
                 self._comm.Recv(data, rank)
-                self._notices[rank] = Status.decode(bytes(data))
+                self._notices[rank] = Status(*json.loads(data))
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
         return self._notices
 

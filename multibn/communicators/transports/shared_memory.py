@@ -15,8 +15,7 @@ import json
 import mmap
 import os
 import secrets
-import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -25,8 +24,8 @@ import numpy as np
 
 from multibn._platform import missing_parts_cure, pid_space, process_state
 from multibn.communicators.channel import Begin, HostArray, spin_seconds
-from multibn.communicators.polling import Poll, poll
-from multibn.communicators.watchdog import RankLostError
+from multibn.communicators.polling import Poll, until, until_all_come
+from multibn.communicators.status_board import RankLostError
 
 try:
     import multibn.communicators.transports._shared_memory as core
@@ -44,41 +43,35 @@ _TRIAL = 2**16  # bytes that must be had before the others are told of the memor
 
 
 class SharedMemory:
-    """Memory of a group whose ranks are all on one machine, as its first message finds out.
+    """Memory of a group whose ranks are all on one machine; `pids` are their processes."""
 
-    The ranks meet in a part of torch.distributed's store, which is used by this group alone.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self.rank, self._size = store, rank, size
-        self._memory: mmap.mmap | None = None
-        self._slots: Any = None  # of shape (2, ranks, bytes)
-        self._pids: list[int] = []  # of all ranks, when they have met
-        self._leaving: list[int] = []  # gates of each rank, open when that has left
-        self._yielding = spin_seconds(size)
+    def __init__(self, memory: mmap.mmap, rank: int, pids: list[int]) -> None:
+        self.rank, self._size, self._pids = rank, len(pids), pids
+        gates = np.ndarray((self._size + 1, _GATE), np.uint8, memory)
+        # Of messages; and of each rank, open when that has left.
+        self._gate, *self._leaving = (gate.ctypes.data for gate in gates)
+        shape = 2, self._size, _SLOT
+        self._slots: Any = np.ndarray(shape, np.uint8, memory, gates.size)
+        self._slots_at = [slots.ctypes.data for slots in self._slots]
+        self._yielding = spin_seconds(self._size)
         self._begun = 0  # messages
         self._waited = 0.0  # seconds, in this message
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the ranks, which have met, share memory."""
-        return self._memory is not None
 
     def prepare(self, a: HostArray) -> Begin | None:
         """Return what begins to sum `a` in its memory; None if `a` has no room here.
 
         Ranks may come with unlike lengths, and the sum is wrong then.
         """
-        if self._memory is None or a.nbytes > _SLOT:
+        if a.nbytes > _SLOT:
             return None
         return partial(self._begin, a, a.ctypes.data, a.nbytes, a.size)
 
     def close(self, *, goodbye: bool) -> None:
         """Let go of the memory; `goodbye` tells those who wait that this rank will not come."""
-        if goodbye and self._memory is not None:
+        if goodbye:
             gate = self._leaving[self.rank]
             core.arrive(gate, 1, gate, gate, 0)
-        self._memory = self._slots = self._store = None
+        self._slots = None
 
     def find_missing(self) -> RankLostError | None:
         """The error to raise if a rank has left, or its process has ended."""
@@ -88,46 +81,6 @@ class SharedMemory:
             if not process_state(pid):
                 return RankLostError(rank)
         return None
-
-    def meet(self) -> Iterator[Poll]:
-        """End when all ranks have met, and know whether they share memory. Collective."""
-        shares = why_not() is None
-        with ExitStack() as stack:  # until all ranks have tried to open the memory
-            if self.rank == 0:
-                offer: dict[str, Any] = {}
-                if shares:
-                    with suppress(OSError):
-                        nbytes = _GATE * (self._size + 1) + 2 * _SLOT * self._size
-                        offer, self._memory = stack.enter_context(_offered(nbytes))
-                self._store.set("offer", json.dumps(offer))
-            else:
-                yield self._until("offer")
-                if shares:
-                    self._memory = _opened(json.loads(self._store.get("offer")))
-            keys = [f"rank {rank}" for rank in range(self._size)]
-            mine = self._memory is not None, pid_space(), os.getpid()
-            self._store.set(keys[self.rank], json.dumps(mine))
-            # While ranks are late, one key says so, and not as many as there are ranks.
-            if self._store.add("number of ranks", 1) == self._size:
-                self._store.set("all ranks", "")
-            yield self._until("all ranks")
-        ranks = [json.loads(text) for text in self._store.multi_get(keys)]
-        for rank, (_, space, pid) in enumerate(ranks):
-            if space == pid_space() and not process_state(pid):
-                raise RankLostError(rank)
-        self._pids = [pid for _, _, pid in ranks]
-        if not all(opened for opened, _, _ in ranks):
-            self._memory = None
-        if self._memory is not None:
-            gates = np.ndarray((self._size + 1, _GATE), np.uint8, self._memory)
-            self._gate, *self._leaving = (gate.ctypes.data for gate in gates)
-            shape = 2, self._size, _SLOT
-            self._slots = np.ndarray(shape, np.uint8, self._memory, gates.size)
-            self._slots_at = [slots.ctypes.data for slots in self._slots]
-
-    def _until(self, key: str) -> Poll:
-        """Waits for a key of the store."""
-        return partial(poll, lambda: self._store.check([key]), begun=time.monotonic(), longest=0.1)
 
     def _begin(self, a: HostArray, at: int, nbytes: int, n: int) -> Poll | None:
         self._begun += 1
@@ -166,6 +119,36 @@ class SharedMemory:
             if seconds <= 0:
                 return False
         return True
+
+
+def share(store: Any, rank: int, size: int) -> Generator[Poll, None, SharedMemory | None]:
+    """Ends when all ranks have met; returns the memory that they share, if they do. Collective.
+
+    The `store`, a part of torch.distributed's, is used for this alone.
+    """
+    memory, shares = None, why_not() is None
+    with ExitStack() as stack:  # until all ranks have tried to open the memory
+        if rank == 0:
+            offer: dict[str, Any] = {}
+            if shares:
+                with suppress(OSError):
+                    nbytes = _GATE * (size + 1) + 2 * _SLOT * size
+                    offer, memory = stack.enter_context(_offered(nbytes))
+            store.set("offer", json.dumps(offer))
+        else:
+            yield until(store, "offer")
+            if shares:
+                memory = _opened(json.loads(store.get("offer")))
+        keys = [f"rank {r}" for r in range(size)]
+        store.set(keys[rank], json.dumps((memory is not None, pid_space(), os.getpid())))
+        yield until_all_come(store, size)
+    ranks = [json.loads(text) for text in store.multi_get(keys)]
+    for r, (_, space, pid) in enumerate(ranks):
+        if space == pid_space() and not process_state(pid):
+            raise RankLostError(r)
+    if memory is None or not all(opened for opened, _, _ in ranks):
+        return None
+    return SharedMemory(memory, rank, [pid for _, _, pid in ranks])
 
 
 @contextmanager

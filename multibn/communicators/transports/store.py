@@ -9,7 +9,6 @@ import os
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Generator
 from functools import cache, partial
 
@@ -17,8 +16,8 @@ import torch.distributed as dist
 
 from multibn._platform import pid_space, process_start, process_state, seconds_since_boot
 from multibn.communicators.channel import after_fork
-from multibn.communicators.polling import Poll, poll
-from multibn.communicators.watchdog import Status
+from multibn.communicators.polling import Poll, poll, until, until_all_come
+from multibn.communicators.status_board import Status
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
 _SURE_ANSWER = 2.0  # before an error, which would name a rank that has ended and not its reason
@@ -48,21 +47,15 @@ def meet(store: dist.Store, rank: int, size: int) -> Generator[Poll, None, dist.
                 if store.check([f"process {number}"]):
                     store.set(store.get(f"process {number}").decode(), token)
                     unread.discard(number)
-            return bool(run.check(["all ranks"]))
+            return all_here(0.0)
 
     else:
         store.set(f"process {store.add('processes', 1)}", token)
         yield until(store, token)
         run = dist.PrefixStore(store.get(token).decode(), store)
-    if run.add("number of ranks", 1) == size:  # one key says so, and not as many as there are ranks
-        run.set("all ranks", "")
-    yield partial(poll, is_over, longest=0.1) if rank == 0 else until(run, "all ranks")
+    all_here = until_all_come(run, size)
+    yield partial(poll, is_over, longest=0.1) if rank == 0 else all_here
     return run
-
-
-def until(store: dist.Store, key: str) -> Poll:
-    """Waits for a key of the store."""
-    return partial(poll, lambda: store.check([key]), begun=time.monotonic(), longest=0.1)
 
 
 class StoreStatusBoard:

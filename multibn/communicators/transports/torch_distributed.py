@@ -26,10 +26,10 @@ from multibn.communicators.communicator import SingleProcess, gather, is_outside
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.resolve import as_communicator
+from multibn.communicators.status_board import GroupInfo, Status
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
-from multibn.communicators.transports.shared_memory import ROOM, SharedMemory
+from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
 from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
-from multibn.communicators.watchdog import GroupInfo, Status
 
 
 class TorchDistributed(ChannelCommunicator):
@@ -88,8 +88,6 @@ class TorchDistributed(ChannelCommunicator):
         # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
         self._known_under = _reference(None if group is None else dist.group.WORLD)
-        self._channel: Channel | None = None
-        self._group_of_channel = _reference(None)  # the group of this channel
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
         if dist.is_initialized():
@@ -130,10 +128,7 @@ class TorchDistributed(ChannelCommunicator):
 
     @property
     def channel(self) -> Channel:
-        group = self.group
-        if self._channel is None or self._group_of_channel() is not group:
-            self._channel, self._group_of_channel = _world().channel_of(group), _reference(group)
-        return self._channel
+        return _world().channel_of(self.group)
 
     def takes(self, x: Array, /) -> bool:
         kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
@@ -200,10 +195,8 @@ class _Transport(Transport):
         self._group = _reference(group)
         self._backends = _backends(group)
         ranks = dist.get_process_group_ranks(group)
-        name = group.group_name
         meetings = _world().meetings
-        self._store = _world().store_of(name)
-        key = f"{name}/{_world()._names[name]}"
+        key, self._store = _world().store_of(group.group_name)
         self.known = GroupInfo(key, ranks, meetings.find_ended, meetings)
         self.board: StoreStatusBoard | None = None
         self._machine: SharedMemory | None = None
@@ -212,20 +205,22 @@ class _Transport(Transport):
     def open(self) -> Iterator[Poll | None]:
         store = yield from meet(self._store, self.rank, self.size)
         self.board = StoreStatusBoard(store, self.rank)
+        self.carrier, room = "nccl", BLOCK
         # A network that works for NCCL need not work for gloo.
         if "cpu" in self._backends and dist.is_gloo_available():
-            self._machine = SharedMemory(dist.PrefixStore("machine", store), self.rank, self.size)
-            yield from self._machine.meet()
             self._side = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
-            if not self._machine.is_shared:
+            machine = dist.PrefixStore("machine", store)
+            self._machine = yield from share(machine, self.rank, self.size)
+            if self._machine is None:
+                self.carrier = "gloo"
                 yield from self._side.connect()
-        is_shared = self._machine is not None and self._machine.is_shared
-        self.block = np.zeros(ROOM if is_shared else BLOCK)
-        self.carrier = "shared memory" if is_shared else "gloo" if self._side else "nccl"
+            else:
+                self.carrier, room = "shared memory", ROOM
+        self.block = np.zeros(room)
 
     def prepare_block(self, n: int) -> Begin:
         # In shared memory, ranks may come with unlike lengths.
-        return self.prepare(self.block[:n] if self.block.size == ROOM else self.block)
+        return self.prepare(self.block if self._machine is None else self.block[:n])
 
     def prepare(self, a: HostArray) -> Begin:
         begin = None if self._machine is None else self._machine.prepare(a)
@@ -252,9 +247,11 @@ class _Transport(Transport):
             self.board.clear(self.size, self._store)
 
     def close(self, *, failed: bool) -> None:
-        if self._side is not None and self._machine is not None:
+        if self._side is not None:
             self._side.close(failed=failed)
+        if self._machine is not None:
             self._machine.close(goodbye=not failed)
+            self._machine = None
 
     def end(self, *, failed: bool) -> None:
         # Torchrun ends the other ranks when it sees that this process has failed.
@@ -272,7 +269,7 @@ class _World:
     def __init__(self) -> None:
         self.default_group = _reference(dist.group.WORLD)
         _rest_at_exit()
-        self.channel: MutableMapping[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
+        self.channels: MutableMapping[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
         # Groups made here, by their sorted ranks: torch gives a group no other order.
         self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
             weakref.WeakValueDictionary()
@@ -281,30 +278,38 @@ class _World:
         self.split: set[tuple[int, ...]] = set()
         self._names = Counter[str]()
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that is a rank of the default group."""
+        return _inherited is not None and self.default_group() is _inherited
+
     @cached_property
     def meetings(self) -> Meetings:
         """Where ranks say that they have come, and in which group they wait for the others."""
-        board = Meetings(self.store_of("meetings"), dist.get_rank())
-        if _inherited is None or self.default_group() is not _inherited:  # no child in its name
+        _, store = self.store_of("meetings")
+        board = Meetings(store, dist.get_rank())
+        if not self.is_inherited:  # no child in its parent's name
             board.publish(Status("comes", 0, "", ""))
         return board
 
-    def store_of(self, name: str) -> dist.Store:
-        """A part of the store in which the default group's processes have met, used by no other."""
+    def store_of(self, name: str) -> tuple[str, dist.Store]:
+        """A key for a group, and the part of the default group's store that no other uses."""
         # A group may have the name of one that was destroyed: torch's hash of its ranks.
         self._names[name] += 1
+        key = f"{name}/{self._names[name]}"
         store = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"multibn/{name}/{self._names[name]}", store)
+        return key, dist.PrefixStore(f"multibn/{key}", store)
 
     def channel_of(self, group: dist.ProcessGroup) -> Channel:
         """The channel of all handles of one process group."""
-        if group not in self.channel:
-            channel = self.channel[group] = Channel(_Transport(group))
+        channel = self.channels.get(group)
+        if channel is None:
+            channel = self.channels[group] = Channel(_Transport(group))
             # torch tells nobody that a group was destroyed, but drops it.
             weakref.finalize(group, channel.release).atexit = False
-            if _inherited is not None and self.default_group() is _inherited:
+            if self.is_inherited:
                 channel.abandon_after_fork()
-        return self.channel[group]
+        return channel
 
     def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these global ranks. Collective over them when first called for them."""

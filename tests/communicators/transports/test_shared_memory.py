@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from multibn import _platform
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, chain
+from multibn.communicators.status_board import RankLostError
 from multibn.communicators.transports import shared_memory
-from multibn.communicators.transports.shared_memory import ROOM, SharedMemory
-from multibn.communicators.watchdog import RankLostError
+from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 NEEDS = "torch"
@@ -36,14 +37,24 @@ def _begun(machine: SharedMemory, a: HostArray) -> Poll:
     return begin() or (lambda seconds: True)
 
 
+def _met(store: Any, rank: int, size: int) -> Any:
+    """The memory that the ranks share, or None."""
+    found: list[Any] = []
+
+    def steps() -> Iterator[Poll]:
+        found.append((yield from share(store, rank, size)))
+
+    assert chain(steps())(10.0)
+    return found[0]
+
+
 def _on_ranks(size: int, function: Callable[[SharedMemory], Any]) -> list[Any]:
     """What the function returns on each rank."""
     store = dist.HashStore()
 
     def run(world: ThreadCommunicator) -> Any:
         _here.rank = world.rank
-        machine = SharedMemory(store, world.rank, size)
-        assert chain(machine.meet())(10.0)
+        machine = _met(store, world.rank, size)
         result = function(machine)
         world._exchange(None)
         return result
@@ -98,8 +109,7 @@ def test_memory_goes_when_nobody_has_it() -> None:
     before = _descriptors(), _maps()
 
     def use(world: ThreadCommunicator) -> tuple[int, int] | None:
-        machine = SharedMemory(store, world.rank, 2)
-        assert chain(machine.meet())(10.0)
+        machine = _met(store, world.rank, 2)
         begins = [machine.prepare(np.zeros(n)) for n in range(100)]
         world._exchange(None)
         counted = (_descriptors(), _maps()) if world.rank == 0 else None
@@ -152,10 +162,7 @@ def test_no_rank_has_memory_that_another_cannot_share(
 ) -> None:
     monkeypatch.setattr(shared_memory, "why_not", lambda: "none" if _here.rank == without else None)
 
-    def meet(machine: SharedMemory) -> tuple[bool, object]:
-        return machine.is_shared, machine.prepare(np.ones(1))
-
-    assert _on_ranks(2, meet) == [(False, None)] * 2
+    assert _on_ranks(2, lambda machine: machine) == [None] * 2
 
 
 def test_what_has_no_room_is_left_to_others() -> None:
@@ -201,13 +208,11 @@ def test_a_process_that_ends_while_the_ranks_meet_is_noticed() -> None:
         store = dist.HashStore()
         store.set("rank 1", json.dumps([opened, space, ended.pid]))
         store.add("number of ranks", 1)
-        machine = SharedMemory(store, 0, 2)
         if noticed:
             with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
-                chain(machine.meet())(10.0)
+                _met(store, 0, 2)
         else:  # on another machine, the number says nothing
-            assert chain(machine.meet())(10.0)
-            assert not machine.is_shared
+            assert _met(store, 0, 2) is None
 
 
 def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
@@ -319,6 +324,7 @@ def test_why_not_says_what_keeps_memory_from_being_shared(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="MULTIBN_SHARED_MEMORY must be 0 or 1: got 'no'"):
         shared_memory.why_not()
     monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "1")
+    monkeypatch.setattr(_platform.metadata, "distributions", lambda **_: [])  # no other one
     for where, name, instead, said in (
         (shared_memory, "_opened", lambda offer: None, "needs /proc: cannot open /proc/"),
         (os, "posix_fallocate", refuse, "gives no memory to share: Cannot allocate"),

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from multibn.communicators.polling import chain
+from multibn.communicators.status_board import Status
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
-from multibn.communicators.watchdog import Status
 
 NEEDS = "torch"
 
@@ -172,7 +172,7 @@ def test_a_fork_has_a_messenger_of_its_own() -> None:
 def test_while_a_rank_is_late_the_others_ask_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "why_not", lambda: "none")
     asked = Counting()
-    meetings = [chain(shared_memory.SharedMemory(asked, r, SIZE).meet()) for r in range(SIZE - 1)]
+    meetings = [chain(shared_memory.share(asked, r, SIZE)) for r in range(SIZE - 1)]
     for done in meetings:
         assert not done(0.0)
     asked.take()
