@@ -63,12 +63,12 @@ class Message(NamedTuple):
 
 
 def forward_payload(num_channels: int, /) -> int:
-    """How many numbers a layer of so many channels sends forward, beside the trailer."""
+    """How many numbers a layer of so many channels sends forward, beside the head."""
     return 2 * num_channels + _NUM_SCALARS
 
 
 def backward_payload(num_channels: int, /) -> int:
-    """How many numbers a layer of so many channels sends backward, beside the trailer."""
+    """How many numbers a layer of so many channels sends backward, beside the head."""
     return 2 * num_channels
 
 

@@ -39,7 +39,7 @@ from multibn import Communicator, SingleProcess, wire
 from multibn.check.network import BLOCKS, resnet50
 from multibn.check.timing import Step, median_ms, message_steps, take_turns, training_step
 from multibn.communicators.transports.torch_distributed import TorchDistributed
-from multibn.kernels import cuda
+from multibn.kernels.triton import tiling
 from multibn.parity.launch import leave_world
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
@@ -130,19 +130,19 @@ def host() -> Iterator[Row]:
 
 def sweep() -> Iterator[Row]:
     """GPU time of one layer's step with other programs, tiles and warps than the usual ones."""
-    module: Any = cuda
-    tiling = cuda._tiling
+    module: Any = tiling
+    divide = tiling._tiling
     settings = sized(list(product((2, 4, 8, 12), (2048, 4096), (4, 8))), [(4, 2048, 4)])
     for shape, layout in product(SWEPT, ("NCHW", "channels_last")):
         x, dy = _data(shape, sized(torch.bfloat16, torch.float32), layout)
         for sums, tile, warps in settings:
 
             def with_warps(*about: Any, warps: int = warps) -> Any:
-                tiles = tiling(*about)
+                tiles = divide(*about)
                 return tiles._replace(constants=tiles.constants | {"num_warps": warps})
 
             module._SUMS, module._TILE, module._tiling = sums, tile, with_warps
-            cuda._plan_of.cache_clear()
+            tiling.plan_of.cache_clear()
             taken = gpu_microseconds(training_step(_layers(shape[1])[OURS], x, dy))
             what = f"{shape} {layout}: {sums} programs that sum, tiles of {tile}, {warps} warps"
             yield {"setting": what, "us": taken}

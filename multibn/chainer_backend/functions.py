@@ -17,9 +17,9 @@ from multibn.communicators import Communicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.resolve import default_group
 from multibn.engine import masks, statistics
-from multibn.engine.plan import Gradient, NormArgs, Plan
-from multibn.kernels import reference
-from multibn.kernels.spec import unpack
+from multibn.engine.plan import INPUTS, Gradient, NormArgs, Plan
+from multibn.kernels import layout, reference
+from multibn.kernels.spec import options_of, unpack
 
 
 def guard(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] | None:
@@ -92,7 +92,7 @@ def check_input(
                 "the input must have 2 or more dimensions and all of the axes to reduce, "
                 f"{axis}: got shape {x.shape}."
             )
-        if (actual := statistics.channels(x.shape, axis)) != channels:
+        if (actual := layout.channels(x.shape, axis)) != channels:
             raise ValueError(
                 f"the input must have channels of shape {channels}, the link's `size`: got "
                 f"{actual} in shape {x.shape} with axes {axis} reduced."
@@ -124,7 +124,7 @@ class BatchNormalization(FunctionNode):
         self.plan, self.communicator = plan, plan.communicator
         # Not `args` itself: of the arrays, Chainer keeps those that the backward pass needs.
         self.eps, self.relu, self.mask = args.eps, args.relu, args.mask  # onnx_chainer reads `eps`
-        self._running = args.running
+        self._options, self._running = options_of(args), args.running
 
     @property
     def axis(self) -> tuple[int, ...]:
@@ -147,11 +147,10 @@ class BatchNormalization(FunctionNode):
 
     def _arguments(self, inputs: Sequence[Any]) -> NormArgs:
         """The arguments of the pass: the node's inputs, or those retained, and the options."""
-        options: Any = {"eps": self.eps, "axis": self.plan.axis, "relu": self.relu}
-        arrays: Any = dict.fromkeys(("weight", "bias"), None) | dict(
-            zip(self.plan.given, inputs, strict=False)
-        )
-        return NormArgs(**arrays, **options, mask=self.mask, running=self._running)
+        arrays = dict(zip(self.plan.given, inputs, strict=False))
+        x, weight, bias, residual = map(arrays.get, INPUTS)
+        others: Any = {"mask": self.mask, "residual": residual, "running": self._running}
+        return NormArgs(x, weight, bias, *self._options, **others)
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]

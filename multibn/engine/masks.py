@@ -10,7 +10,8 @@ from array_api_compat import is_array_api_obj, is_torch_array, to_device
 
 from multibn._arrays import array_namespace, device, is_abstract, is_on_host
 from multibn._typing import Array, Weighting, check_choice
-from multibn.kernels import NormArgs, reference
+from multibn.kernels import NormArgs, steps
+from multibn.kernels.layout import sizes
 
 
 def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
@@ -75,14 +76,13 @@ WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
 _MASKED_OUT = 2.0**-1000
 
 
-def weigh(
-    args: NormArgs, count: float, weighting: Weighting, /
-) -> tuple[float | Array, float | Array]:
-    """The weight of this rank, and its elements per channel, which are `count` without a mask.
+def weigh(args: NormArgs, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
+    """The weight of this rank, and its elements per channel, those of the mask if there is one.
 
     Numbers, or arrays of a mask on a GPU. A sample without an element that counts is no sample.
     """
     samples: Any = args.x.shape[args.axis[0]]
+    _, count, *_ = sizes(args.x.shape, args.axis)
     if args.mask is None:
         return rank_weight(count, samples, weighting), count
     xp = array_namespace(args.mask)
@@ -90,7 +90,7 @@ def weigh(
     if weighting != "element":  # the only weighting known not to read the samples, and the default
         others = tuple(k for k in range(args.mask.ndim) if k != args.axis[0])
         samples = xp.count_nonzero(xp.any(args.mask, axis=others))
-    numbers: Any = reference.as_wide
+    numbers: Any = steps.as_wide
     if is_on_host(args.mask) and not is_abstract(args.mask):
         numbers = float
     counted, samples = (numbers(n) if hasattr(n, "dtype") else n for n in (counted, samples))
@@ -103,7 +103,7 @@ def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
     check_choice("weighting", weighting, Weighting)
     weight = WEIGHTINGS[weighting](count, num_samples)
     if hasattr(count, "dtype"):
-        return reference.as_wide(count > 0) * weight
+        return steps.as_wide(count > 0) * weight
     return weight if count else 0.0
 
 

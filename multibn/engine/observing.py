@@ -7,8 +7,8 @@ from multibn._typing import Array
 from multibn.communicators.nonfinite import layer_of
 from multibn.engine import masks
 from multibn.engine.recompute import Taping
-from multibn.engine.statistics import BatchStatistics, sizes
-from multibn.kernels import NormArgs, reference
+from multibn.engine.statistics import BatchStatistics
+from multibn.kernels import NormArgs, reference, steps
 
 
 class LayerStatistics(NamedTuple):
@@ -61,10 +61,10 @@ class observing(Taping):  # noqa: N801
         if args is None:
             return
         layer = layer_of(plan.communicator)
-        _, n = masks.weigh(args, sizes(args.x.shape, args.axis)[1], "element")
-        mean, var = reference.local_moments(args.x, args.axis, args.mask, n)
+        _, n = masks.weigh(args, "element")
+        mean, var = reference.local_moments(args, n)
         count = 0 * batch.count + n
-        own = BatchStatistics(mean, var, count, count / reference.at_least_one(count) ** 2)
+        own = BatchStatistics(mean, var, count, count / steps.at_least_one(count) ** 2)
         # Copies: the backward pass reads the layer's own.
         pair = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
         self.tape.append(LayerStatistics("a layer" if layer is None else layer.name, *pair))

@@ -18,16 +18,17 @@ from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.running import StepAccumulator, update_running
-from multibn.kernels import BatchStatistics, reference
+from multibn.kernels import BatchStatistics, reference, steps
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import NormArgs as NormArgs
+from multibn.kernels.layout import sizes
 from multibn.kernels.spec import CANCELLED, OK, PackedStatistics, unpack
 
 # Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
 
-
-_INPUTS = "x", "weight", "bias", "residual"
+# The arrays of an input that a framework may differentiate, in the order of its nodes.
+INPUTS = "x", "weight", "bias", "residual"
 
 
 class Plan:
@@ -71,12 +72,10 @@ class Plan:
     ) -> None:
         x = args.x
         self.axis = args.axis
-        # The arrays of the input that a framework may differentiate, in the order of its nodes.
-        self.given = tuple(name for name in _INPUTS if getattr(args, name) is not None)
-        self.channels, count, *self._lengths = statistics.sizes(x.shape, args.axis)
+        self.given = tuple(name for name in INPUTS if getattr(args, name) is not None)
+        self.channels, _, *self._lengths = sizes(x.shape, args.axis)
         self.weighting: Weighting = weighting
-        num_samples = x.shape[args.axis[0]]
-        self._weight, self._count = masks.rank_weight(count, num_samples, weighting), count
+        self._weight, self._count = masks.weigh(args._replace(mask=None), weighting)
         self._verbs = verbs or kernels.select(x)
         self.communicator, self._phase, self._copied = communicator, phase, copied
         self.facts: Any = {"needs_gradient": needs_gradient, "finetune": finetune}
@@ -129,7 +128,7 @@ class Plan:
             messages = self._forward = _Messages(*of, **self.facts)
         weight, count = self._weight, self._count
         if args.mask is not None:
-            weight, count = masks.weigh(args, count, self.weighting)
+            weight, count = masks.weigh(args, self.weighting)
         memory = messages.memory if messages.is_fixed else messages.new(args.x)
         sent = self._verbs.begin_forward(args, weight, count, messages.mark, out=memory)
         summed = messages.allreduce(sent)
@@ -162,7 +161,7 @@ class Plan:
                 update_running(args.running, batch, count)
             return self._verbs.normalize(args, batch), batch
         statistics.raise_for(state, during, summed, args.x)
-        batch = reference.skipped(batch)
+        batch = steps.skipped(batch)
         if type(args.running) is StepAccumulator:
             args.running.add(batch, local_count=count)
         return self._verbs.normalize(args, batch), batch
@@ -250,19 +249,3 @@ def _place(x: Array) -> str:
     if type(x) is np.ndarray or getattr(x, "is_cpu", False):
         return "host"
     return "torch's GPU" if getattr(x, "is_cuda", False) else "elsewhere"
-
-
-def forward(
-    args: NormArgs, communicator: Communicator, /, **options: Any
-) -> tuple[Any, BatchStatistics]:
-    """Run the forward pass of a plan that is prepared for this call alone; options of `Plan`."""
-    y, batch = Plan(args, communicator, **options).forward(args)
-    return y, unpack(batch)
-
-
-def backward(
-    g: Gradient, communicator: Communicator, /, *, means: bool = False, verbs: Any = None
-) -> Gradients:
-    """Run the backward pass of a plan that is prepared for this call alone."""
-    plan = Plan(g.input, communicator, weighting="element", verbs=verbs)
-    return plan.backward(g, means=means)

@@ -14,8 +14,8 @@ from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.engine import masks
-from multibn.engine.statistics import BatchStatistics, Moments, sizes, total
-from multibn.kernels import NormArgs, Running, reference
+from multibn.engine.statistics import BatchStatistics, Moments, total
+from multibn.kernels import NormArgs, Running, steps
 
 
 def running_variance(
@@ -55,7 +55,7 @@ def running_variance(
     >>> print(running_variance(batch, local_count=2.0, convention="biased"))
     [1.]
     """
-    return batch.var * reference.variance_factor(batch.count, local_count, convention)
+    return batch.var * steps.variance_factor(batch.count, local_count, convention)
 
 
 def pool_running(
@@ -88,7 +88,7 @@ class PopulationEstimator:
     """
 
     def __init__(self, like: Array, /) -> None:
-        wide = reference.as_wide(like)
+        wide = steps.as_wide(like)
         xp, self.shape = array_namespace(wide), tuple(wide.shape)
         length = wire.forward_payload(math.prod(self.shape))  # the sum of the batches' payloads
         self._sums = xp.zeros(length, dtype=wide.dtype, device=device(wide))
@@ -96,7 +96,7 @@ class PopulationEstimator:
     def update(self, moments: Moments, /) -> None:
         """Add one batch. Not collective."""
         mean, meansqr, count, _ = moments
-        self.add(reference.pack(mean, meansqr, count, count))
+        self.add(steps.pack(mean, meansqr, count, count))
 
     def add(self, sums: Array, /) -> None:
         """Add one batch by its `sums_of`. Not collective."""
@@ -105,7 +105,7 @@ class PopulationEstimator:
     def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
         """The share of one batch: an activation, with moments over `axis`, and its mask."""
         args = NormArgs(x, None, None, 0.0, axis, mask=mask)
-        _, count = masks.weigh(args, sizes(x.shape, axis)[1], "element")
+        _, count = masks.weigh(args, "element")
         return kernels.select(x).begin_forward(args, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
@@ -134,7 +134,7 @@ class StepAccumulator:
     momentum: float | None = None
 
     def __init__(self, like: Array, /) -> None:
-        wide = reference.as_wide(like)
+        wide = steps.as_wide(like)
         xp = array_namespace(wide)
         self._mean, self._squares = xp.zeros_like(wide), xp.zeros_like(wide)  # squares: about _mean
         self._count, self._local_count = xp.sum(self._mean), xp.sum(self._mean)
@@ -162,7 +162,7 @@ class StepAccumulator:
         """Statistics of all batches together, and this rank's elements per channel."""
         xp = array_namespace(self._mean)
         count = xp.where(xp.isnan(xp.sum(self._mean)), 0 * self._count, self._count)
-        per_element = 1.0 / reference.at_least_one(count)
+        per_element = 1.0 / steps.at_least_one(count)
         batch = BatchStatistics(self._mean, self._squares * per_element, count, per_element)
         return batch, self._local_count
 
@@ -177,4 +177,4 @@ def update_running(
     if isinstance(running, StepAccumulator):
         running.add(batch, local_count=local_count)
     else:
-        reference.update_running(running, *batch[:3], local_count)
+        steps.update_running(running, *batch[:3], local_count)

@@ -29,9 +29,8 @@ from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, layer_communicator, nonfinite
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
-from multibn.kernels import NormArgs, reference
-from multibn.kernels.layout import channels as channels
-from multibn.kernels.layout import sizes as sizes
+from multibn.kernels import NormArgs, steps
+from multibn.kernels.layout import channels
 from multibn.kernels.spec import NOT_FINITE, REFUSED, unpack
 
 
@@ -102,11 +101,10 @@ def local_moments(
     form, kind = (getattr(mask, name, None) for name in ("shape", "dtype"))
     if mask is not None and (form != expected or kind != xp.bool):
         raise ValueError(f"`mask` must have shape {expected} and dtype bool: got {form}, {kind}.")
-    shape, count, *_ = sizes(x.shape, axis)
     args = NormArgs(x, None, None, 0.0, axis, mask=mask)
-    _, count = masks.weigh(args, count, "element")
+    _, count = masks.weigh(args, "element")
     payload = kernels.select(x).begin_forward(args, 1.0, count)
-    mean, meansqr = reference.split_sums(payload, shape)
+    mean, meansqr = steps.split_sums(payload, channels(x.shape, axis))
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
 
@@ -151,7 +149,7 @@ def aggregate(
     mean, meansqr, count, num_samples = moments
     weight = masks.rank_weight(count, num_samples, weighting)
     mark = wire.mark(communicator.rank)
-    payload = reference.pack(mean, meansqr, weight, count, mark)
+    payload = steps.pack(mean, meansqr, weight, count, mark)
     return total(payload, mean.shape, weight, count, communicator)
 
 
@@ -199,7 +197,7 @@ def refuse(
     if error is not None:
         nonfinite.log_refusal(communicator, error)
     xp = array_namespace(like)
-    wide = reference.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
+    wide = steps.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     shape = (wire.forward_payload(num_channels),)
     mark = wire.mark(communicator.rank)
     payload = xp.full(shape, mark, dtype=wide.dtype, device=device(wide))

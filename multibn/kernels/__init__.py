@@ -2,8 +2,8 @@
 
 A kernels file has the four verbs of a pass, two halves each way with the message between:
 `begin_forward` and `finish_forward`, `begin_backward` and `finish_backward`; and `normalize`, the
-pass by known statistics. `spec` has the verbs' arguments. `reference` says what each verb
-computes, and works for every library of the array API standard. `cpu` (NumPy arrays and torch
+pass by known statistics. `spec` has the verbs' arguments. `reference`, with `steps`, says what each
+verb computes, and works for every library of the array API standard. `cpu` (NumPy arrays and torch
 tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute
 the same faster, if their compiler is installed and they know all fields of the arguments, and pass
 all else on to `reference`. A file's `finish_backward` takes as its last argument the value that the

@@ -20,10 +20,9 @@ import numpy as np
 
 from multibn._arrays import array_namespace
 from multibn._typing import Array
-from multibn.kernels import reference
+from multibn.kernels import reference, steps
 from multibn.kernels.core import _core
 from multibn.kernels.layout import channels, sizes
-from multibn.kernels.reference import update_running
 from multibn.kernels.spec import (
     OK,
     BatchStatistics,
@@ -33,6 +32,7 @@ from multibn.kernels.spec import (
     Running,
     unpack,
 )
+from multibn.kernels.steps import update_running
 from multibn.wire import NO_MARK
 
 FIELDS: dict[Any, list[str]] = dict(
@@ -147,10 +147,10 @@ def finish_forward(
     new = library.empty_like
     like, per_channel = _statistics_like(library.numbers, args.x.shape, args.axis)
     batch = PackedStatistics(new(like), per_channel)
-    y, rows = (None, _new_rows(args, 3)) if coefficients else (new(args.x), None)
-    taken, state = args, _core.finish_forward(args, batch, y, rows, *message)
+    out = _new_rows(args, 3) if coefficients else new(args.x)
+    taken, state = args, _core.finish_forward(args, batch, out, coefficients, *message)
     if state is None:
-        taken, state = _with_copies(_core.finish_forward, args, batch, y, rows, *message)
+        taken, state = _with_copies(_core.finish_forward, args, batch, out, coefficients, *message)
     if state is None:
         return reference.finish_forward(args, *message, coefficients=coefficients)
     running = args.running
@@ -158,7 +158,7 @@ def finish_forward(
         library.changed(running.mean, running.var, running.num_batches)
     elif running is not None and state == OK:
         update_running(running, *unpack(batch)[:3], count)
-    return rows if y is None else y, batch, state
+    return out, batch, state
 
 
 def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
@@ -182,10 +182,10 @@ def finish_backward(
     """Do as `reference.finish_backward`."""
     if taken is not None:
         new = _library(type(taken.input.x)).empty_like
-        dx, rows = (None, _new_rows(g.input, 4)) if coefficients else (new(taken.input.x), None)
-        dresidual = None if g.y is None or dx is None else new(dx)
-        if _core.finish_backward(taken, summed, dx, dresidual, rows) is not None:
-            return rows if dx is None else dx, dresidual
+        out = _new_rows(g.input, 4) if coefficients else new(taken.input.x)
+        dresidual = None if g.y is None or coefficients else new(out)
+        if _core.finish_backward(taken, summed, out, coefficients, dresidual) is not None:
+            return out, dresidual
     g = g._replace(batch=unpack(g.batch))
     return reference.finish_backward(g, summed, coefficients=coefficients)
 
@@ -193,9 +193,9 @@ def finish_backward(
 def parameter_gradients(
     summed: Array, g: Gradient, *, divisor: float
 ) -> tuple[Array | None, Array | None]:
-    """Do as `reference.parameter_gradients`."""
+    """Do as `steps.parameter_gradients`."""
     if type(summed) is not np.ndarray or type(g.dy) is not np.ndarray:
-        return reference.parameter_gradients(summed, g, divisor=divisor)
+        return steps.parameter_gradients(summed, g, divisor=divisor)
     weight, bias, means, C = g.input.weight, g.input.bias, summed / divisor, summed.size // 2
     return (
         None if weight is None else means[C:].astype(weight.dtype).reshape(weight.shape),
@@ -205,14 +205,13 @@ def parameter_gradients(
 
 def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
     """Do as `reference.normalize`."""
-    new = _library(type(args.x)).empty_like
-    y, rows = (None, _new_rows(args, 3)) if coefficients else (new(args.x), None)
-    done = _core.normalize(args, batch, y, rows)
+    out = _new_rows(args, 3) if coefficients else _library(type(args.x)).empty_like(args.x)
+    done = _core.normalize(args, batch, out, coefficients)
     if done is None:
-        _, done = _with_copies(_core.normalize, args, batch, y, rows)
+        _, done = _with_copies(_core.normalize, args, batch, out, coefficients)
     if done is None:
         return reference.normalize(args, batch, coefficients=coefficients)
-    return rows if y is None else y
+    return out
 
 
 def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:

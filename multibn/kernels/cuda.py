@@ -10,23 +10,20 @@ layers go unnoticed, and a batch that is not finite is skipped. Results do not d
 in which programs run, but on the number of the GPU's multiprocessors, among which sums are divided.
 """
 
-import math
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from multibn.kernels import reference
-from multibn.kernels.layout import channels, sizes_in_memory
-from multibn.kernels.reference import parameter_gradients as parameter_gradients
 from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
+from multibn.kernels.steps import parameter_gradients as parameter_gradients
+from multibn.kernels.steps import state_of, variance_factor
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
 from multibn.kernels.triton.prepared import PreparedStep as PreparedStep
-from multibn.wire import HEAD, NO_MARK, Message, backward_payload, forward_payload
+from multibn.kernels.triton.tiling import DTYPES, Plan, plan_of
+from multibn.wire import HEAD, NO_MARK, Message, backward_payload
 
 if torch.cuda.is_available():
     require_launcher()
@@ -37,20 +34,9 @@ FIELDS: dict[Any, tuple[str, ...]] = {
     Running: ("mean", "var", "momentum", "convention", "num_batches"),
 }
 
-_DTYPES = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32)
-_DTYPES[torch.float64] = torch.float64
-_LANGUAGE = {torch.float32: tl.float32, torch.float64: tl.float64}
-_TILE = 2048  # elements: 16 for each thread of Triton's 4 warps
-_VECTOR = 16  # bytes that a thread reads at once
-# Programs for each multiprocessor: sums run all at a time; of the other passes, whose programs have
-# nothing in common, many, so that none waits long for the last.
-_SUMS, _ELEMENTWISE = 4, 32
-_MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `passes.moments`
-_PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are written and read
-
-_BLOCK = 256  # channels of a program of a step
-# Without fused operations products and sums are rounded one by one, as in `reference`.
-_STEP: dict[str, Any] = {"BLOCK": _BLOCK, "enable_fp_fusion": False}
+# BLOCK: channels of a program of a step. Without fused operations products and sums are rounded one
+# by one, as in `reference`.
+_STEP: dict[str, Any] = {"BLOCK": 256, "enable_fp_fusion": False}
 # Of programs that merge; they read so many splits of so many channels at a time.
 _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
@@ -103,12 +89,12 @@ def finish_forward(
     ):
         return reference.finish_forward(args, summed, rank_weight, count, coefficients=coefficients)
     is_many = isinstance(count, float) and count > 1.0
-    state = OK if summed.is_cuda and is_many else reference.state(summed, count)
+    state = OK if summed.is_cuda and is_many else state_of(summed, count)
     moved = running if state == OK else None
     shape, C, new = plan.shape, plan.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
     found = new((5, C), dtype=plan.dtype)
-    arrays, how, programs, constants, key = _moved(moved, count, C)
+    arrays, how, constants, key = _moved(moved, count)
     looked_at, length = summed, 2 * C
     if length > _SHARE:
         looked_at, length = new(-(-length // _SHARE)), -(-length // _SHARE)
@@ -116,11 +102,10 @@ def finish_forward(
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
     arguments = summed, *batch, weight, bias, found, *arrays, looked_at, *numbers
     key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), plan.dtype, *key
-    launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
+    _step(steps.finish_forward, arguments, constants, ("forward", *key))
     if constants["CUMULATIVE"]:  # only now: all programs have read the counter
         arrays[2].add_(batch.count > 0)
-    y = _first_three(plan, found) if coefficients else _normalize(plan, args, found)
-    return y, batch, state
+    return _output(plan, args, found, coefficients), batch, state
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
@@ -146,16 +131,8 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
     coefficients = partials.new_empty((5, plan.channels))
     dweight = None if args.weight is None else torch.empty_like(args.weight)
     dbias = None if args.bias is None else torch.empty_like(args.bias)
-    arguments = (
-        partials,
-        *statistics,
-        coefficients,
-        numbers,
-        dweight,
-        dbias,
-        *around,
-        number(args.eps),
-    )
+    eps = number(args.eps)
+    arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, eps
     _merge(steps.merge_sums, arguments, ("merge_sums", _kind(args.weight), _kind(args.bias)))
     return numbers if out is None else out, dweight, dbias, (plan, inputs, key, coefficients)
 
@@ -173,8 +150,7 @@ def finish_backward(
         weight, found = g.input.weight, summed.new_empty((4, *plan.shape), dtype=plan.dtype)
         arguments = summed, *g.batch[:2], weight, factor, found, number(g.input.eps), plan.channels
         key = "gradient", _kind(weight), _kind(factor), plan.dtype
-        programs = -(-plan.channels // _BLOCK)
-        launch(steps.gradient_coefficients, programs, arguments, _STEP, key, _known)
+        _step(steps.gradient_coefficients, arguments, _STEP, key)
         return found, None
     programs, sizes, _, constants, known = plan.elementwise[g.input.relu]
     dx = torch.empty_like(x)
@@ -195,15 +171,13 @@ def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool =
     if plan is None or not fit(plan.device, plan.shape, about, parameters):
         return reference.normalize(args, batch, coefficients=coefficients)
     found = coefficients_of(*about, *parameters, args.eps, plan.dtype)
-    return _first_three(plan, found) if coefficients else _normalize(plan, args, found)
+    return _output(plan, args, found, coefficients)
 
 
-def _first_three(plan: "_Plan", coefficients: Tensor) -> Tensor:
-    """Those of `reference.output_coefficients`."""
-    return coefficients[:3].view(3, *plan.shape)
-
-
-def _normalize(plan: "_Plan", args: NormArgs, coefficients: Tensor) -> Tensor:
+def _output(plan: Plan, args: NormArgs, found: Tensor, coefficients: bool) -> Tensor:
+    """The output by what `coefficients_of` has found, or `reference.output_coefficients`."""
+    if coefficients:
+        return found[:3].view(3, *plan.shape)
     x, residual = args.x, args.residual
     programs, sizes, _, constants, known = plan.elementwise[args.relu]
     y = torch.empty_like(x)
@@ -213,7 +187,7 @@ def _normalize(plan: "_Plan", args: NormArgs, coefficients: Tensor) -> Tensor:
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
     mask = args.mask if args.mask is None else _bytes(args.mask)
-    arguments = x, mask, coefficients, residual, y, *sizes
+    arguments = x, mask, found, residual, y, *sizes
     launch(passes.normalize, programs, arguments, constants, key, known)
     return y
 
@@ -226,11 +200,11 @@ def coefficients_of(
     coefficients = mean.new_empty((5, C), dtype=dtype)
     arguments = mean, var, weight, bias, coefficients, number(eps), C
     key = "coefficients_of", _kind(weight), _kind(bias), dtype
-    launch(steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key, _known)
+    _step(steps.coefficients_of, arguments, _STEP, key)
     return coefficients
 
 
-def movable(running: Running, plan: "_Plan") -> bool:
+def movable(running: Running, plan: Plan) -> bool:
     """Whether the kernels can move these running statistics."""
     mean, var, counter = running.mean, running.var, running.num_batches
     return (
@@ -244,22 +218,22 @@ def movable(running: Running, plan: "_Plan") -> bool:
 
 
 def _moved(
-    running: Running | None, local_count: Any, C: int
-) -> tuple[tuple[Any, ...], tuple[int, Any], int, dict[str, Any], tuple[Any, ...]]:
-    """Arrays and numbers of `steps`, how many programs, constants, part of a key."""
-    programs, constants = -(-C // _BLOCK), _NOT_MOVED
+    running: Running | None, local_count: Any
+) -> tuple[tuple[Any, ...], tuple[int, Any], dict[str, Any], tuple[Any, ...]]:
+    """Arrays and numbers of `steps`, constants, part of a key."""
+    constants = _NOT_MOVED
     if running is None:
-        return (None, None, None), (0, 0), programs, constants, (None,)
+        return (None, None, None), (0, 0), constants, (None,)
     mean, var, counter = running.mean, running.var, running.num_batches
     _increment_version((mean, var) if counter is None else (mean, var, counter))
     momentum, convention = running.momentum, running.convention
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
-    factor = number(0.0 if is_global else reference.variance_factor(0.0, local_count, convention))
+    factor = number(0.0 if is_global else variance_factor(0.0, local_count, convention))
     cumulative = momentum is None and counter is not None
     if cumulative or is_global:
         constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global}
     key = mean.dtype, var.dtype, counter is None, cumulative, is_global, type(factor)
-    return (mean, var, counter), (number(momentum or 0.0), factor), programs, constants, key
+    return (mean, var, counter), (number(momentum or 0.0), factor), constants, key
 
 
 def _message(out: Message | None, like: Tensor, length: int) -> tuple[Tensor, int, int, int]:
@@ -277,9 +251,13 @@ def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> Non
     partials = arguments[0]
     _, splits, C = partials.shape
     constants = _FEW_SPLITS if splits <= 32 else _MANY_SPLITS
-    key = *key, partials.dtype, splits <= 32
-    programs = -(-C // constants["BLOCK"])
-    launch(kernel, programs, (*arguments, splits, C), constants, key, _known)
+    _step(kernel, (*arguments, splits, C), constants, (*key, partials.dtype, splits <= 32))
+
+
+def _step(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], key: Any) -> None:
+    """Launch a program for each block of channels, whose number is the last argument."""
+    programs = -(-arguments[-1] // constants["BLOCK"])
+    launch(kernel, programs, arguments, constants, key, _known)
 
 
 def fit(
@@ -288,7 +266,7 @@ def fit(
     """Whether the kernels can take these wide tensors, and others of other dtypes or None."""
     for dtypes, arrays in (
         ((torch.float64,), wide),
-        (_DTYPES, parameters),
+        (DTYPES, parameters),
         ((torch.int64,), counters),
     ):
         for v in arrays:
@@ -325,123 +303,12 @@ def _inputs(g: Gradient) -> tuple[Any, Any]:
     return (dy, x, y, mask if mask is None else _bytes(mask)), key
 
 
-class _Tiling(NamedTuple):
-    """How a pass over an activation is divided among programs, see `passes`."""
-
-    programs: int
-    sizes: tuple[int, ...]  # as in `passes`
-    splits: int
-    constants: dict[str, Any]
-    known: dict[Any, Any]  # what `launch` has compiled
-
-
-class _Plan(NamedTuple):
-    """The passes over all activations of one dtype, shape, strides and device, masked or not."""
-
-    shape: tuple[int, ...]  # of a per-channel tensor
-    channels: int
-    payload: int  # the length of a forward payload
-    dtype: torch.dtype  # of the arithmetic
-    device: torch.device
-    sums: _Tiling
-    elementwise: tuple[_Tiling, _Tiling]  # without and with a ReLU
-
-
-def _plan(args: NormArgs) -> "_Plan | None":
+def _plan(args: NormArgs) -> Plan | None:
     """The plan of a pass; None if the kernels cannot take the pass."""
     x = args.x
     if args.residual is not None and args.residual.dtype != x.dtype:
         return None
-    return _plan_of(x.shape, x.stride(), x.dtype, args.axis, x.device, args.mask is not None)
-
-
-@lru_cache(maxsize=1024)
-def _plan_of(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    axis: tuple[int, ...],
-    device: torch.device,
-    is_masked: bool = False,
-) -> _Plan | None:
-    """The plan; None if the kernels cannot take such activations."""
-    sizes = sizes_in_memory(shape, strides, axis)
-    reduced = [strides[i] for i in axis if shape[i] > 1]
-    # The elements of a channel must be in memory as those of a mask.
-    in_order = not is_masked or reduced == sorted(reduced, reverse=True)
-    if sizes is None or 0 in shape or dtype not in _DTYPES or not in_order:
-        return None
-    _, C, S = sizes
-    multiprocessors = _multiprocessors(device)
-    last = int(S == 1 and C > 1)
-    sums = _sums(sizes, last, dtype, _SUMS * multiprocessors)
-    columns = 2 if S % _vector(sizes, dtype) and S > 1 else last
-    plain, relu = (
-        tiling._replace(constants=tiling.constants | {"RELU": relu}, known={})
-        for tiling in [_tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)]
-        for relu in (False, True)
-    )
-    payload, arithmetic = forward_payload(C), _DTYPES[dtype]
-    return _Plan(channels(shape, axis), C, payload, arithmetic, device, sums, (plain, relu))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, programs: int) -> _Tiling:
-    """Programs that sum: as many as run at a time, but few enough for small arrays of sums."""
-    N, C, S = sizes
-    # Four numbers of each split are written and read.
-    partials, traffic = 2 * 4 * _DTYPES[dtype].itemsize, N * S * dtype.itemsize
-    splits = max(int(_PARTIALS * traffic / partials), 1)
-    cols = 64
-    while columns and cols * dtype.itemsize > 32 and triton.cdiv(C, cols) * splits < programs:
-        cols //= 2  # 32 bytes are the least that a GPU reads from its memory
-    return _tiling(sizes, columns, dtype, programs, cols, splits, _MAX_TILES)
-
-
-def _tiling(
-    sizes: tuple[int, int, int],
-    columns: int,
-    dtype: torch.dtype,
-    programs: int,
-    cols: int = 64,
-    max_splits: int = 1 << 30,
-    max_tiles: int = 1 << 30,
-) -> _Tiling:
-    """Tiles for about so many programs; `cols` is for channels that come last."""
-    N, C, S = sizes
-    vector = _vector(sizes, dtype)
-    width = C * S if columns else S
-    # Of a plane that begins inside of a vector.
-    slack = 0 if columns or S % vector == 0 else vector
-    cols = min(triton.next_power_of_2(width + slack), (512, cols, 256)[columns], _TILE)
-    rows = min(triton.next_power_of_2(N), _TILE // cols)
-    blocks = triton.cdiv(width, cols) if columns else C
-    tiles = triton.cdiv(N, rows) * (1 if columns else triton.cdiv(S, cols - slack))
-    per_program = max(triton.cdiv(tiles * blocks, programs), triton.cdiv(tiles, max_splits))
-    per_program = min(per_program, tiles, max_tiles)
-    splits = triton.cdiv(tiles, per_program)
-    per_program = triton.cdiv(tiles, splits)  # in equal shares: the last program has no empty ones
-    constants = {
-        "ROWS": rows,
-        "COLS": cols,
-        "COLUMNS": columns,
-        "VECTOR": vector,
-        "DTYPE": _LANGUAGE[_DTYPES[dtype]],
-        "enable_fp_fusion": True,  # the default, but Triton 3.9 warns without it
-    }
-    width, step = (width // vector, 0) if columns else (S, (cols - slack) // vector)
-    arguments = N, width, C * S // vector, step, S, C, blocks, per_program, splits
-    return _Tiling(blocks * splits, arguments, splits, constants, {})
-
-
-def _vector(sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """How many elements a thread reads at once: rows begin at their multiples."""
-    return math.gcd(sizes[1] * sizes[2], _VECTOR // dtype.itemsize)
+    return plan_of(x.shape, x.stride(), x.dtype, args.axis, x.device, args.mask is not None)
 
 
 def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import cupy
 import torch
 
 from multibn.kernels import cuda
-from multibn.kernels.reference import parameter_gradients as parameter_gradients
+from multibn.kernels.steps import parameter_gradients as parameter_gradients
 
 if not torch.cuda.is_available():
     raise ImportError("this torch has no GPU")

@@ -1,5 +1,6 @@
 """The arguments and results of the verbs, the same in all kernels files."""
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from multibn._typing import Array, RunningVar
@@ -117,6 +118,10 @@ class NormArgs(NamedTuple):
     mask: Array | None = None
     residual: Array | None = None
     running: Any = None
+
+
+# The fields that are no arrays. They follow `bias`: NormArgs(x, weight, bias, *options_of(args)).
+options_of: Any = attrgetter("eps", "axis", "relu")
 
 
 class Gradient(NamedTuple):

@@ -7,7 +7,6 @@ in a collective. Only functions import frameworks.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,11 +40,10 @@ class Torch:
     def __init__(self, module: Any, call: Callable[..., Any] | None = None) -> None:
         self.module, self.call = module, call or module
 
-    @staticmethod
-    def state(module: Any) -> list[Array]:
+    def state(self) -> list[Array]:
         """Gradients of weight and bias as the framework gives them, and running statistics."""
-        both = module.weight.grad, module.bias.grad, module.running_mean, module.running_var
-        return list(map(_from_torch, both))
+        m = self.module
+        return list(map(_from_torch, (m.weight.grad, m.bias.grad, m.running_mean, m.running_var)))
 
     def train(self, x: Array, dy: Array | None = None, **masks: Array) -> tuple[Array, Array]:
         """The output and the gradient of `x`; without `dy`, down the sum of y**3 / 3.
@@ -81,16 +79,18 @@ def _from_torch(t: Any) -> Array:
 class Chainer:
     """A link of Chainer, called by `call`."""
 
-    state = attrgetter("gamma.grad", "beta.grad", "avg_mean", "avg_var")
-
     def __init__(self, link: Any, call: Callable[..., Any] | None = None) -> None:
-        self.module, self.call = link, call or link
+        self.link, self.call = link, call or link
+
+    def state(self) -> list[Array]:
+        link = self.link
+        return [link.gamma.grad, link.beta.grad, link.avg_mean, link.avg_var]
 
     def train(self, x: Array, dy: Array | None = None, **masks: Array) -> tuple[Array, Array]:
         import chainer
 
         v = chainer.Variable(x)
-        self.module.cleargrads()
+        self.link.cleargrads()
         y = self.call(v, **masks)
         y.grad = y.array**2 if dy is None else dy
         y.backward()
@@ -100,7 +100,7 @@ class Chainer:
         import chainer
 
         with chainer.using_config("train", False), chainer.no_backprop_mode():
-            return np.asarray(self.module(x, **masks).array)
+            return np.asarray(self.link(x, **masks).array)
 
 
 def torch_layer(case: Case, communicator: Communicator) -> Torch:
@@ -179,7 +179,7 @@ def train(surface: str, case: Case, communicator: Communicator) -> Arrays:
         xs, dys, masks = case.batches(size, step)
         arguments = {} if case.padding is None else {"mask": masks[rank]}
         y_and_dx = layer.train(xs[rank], dys[rank], **arguments)
-        dweight, dbias, *running = (np.asarray(a).copy() for a in layer.state(layer.module))
+        dweight, dbias, *running = (np.asarray(a).copy() for a in layer.state())
         # Optimizers average so. torch's gradients are each rank's sums; Chainer's are means.
         means = [communicator.allreduce(a.astype(np.float64)) / size for a in (dweight, dbias)]
         arrays |= _named(step, *y_and_dx, *means, *running)

@@ -29,7 +29,7 @@ from multibn.communicators.nonfinite import skips
 from multibn.engine.precise import Estimate, Pass, Population, input_of
 from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
 from multibn.engine.statistics import aggregate, local_moments
-from multibn.kernels import reference
+from multibn.kernels import steps
 from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.autograd import without_autocast
 from multibn.torch_backend.layer.base import SyncNormBase
@@ -287,11 +287,11 @@ class _MeanOfVar(PopulationEstimator):
         batch = aggregate(moments, during(self._shared_by, "forward", mean.dtype, n))
         var = running_variance(batch, local_count=0)
         has_data = float(moments.count > 0)
-        return reference.pack(batch.mean, var, has_data, has_data)
+        return steps.pack(batch.mean, var, has_data, has_data)
 
     def estimate(self, communicator: Communicator, /) -> Estimate:
         sums = communicator.allreduce(self._sums)
-        mean, var = reference.split_sums(sums / sums[-1].clamp(min=1), self.shape)
+        mean, var = steps.split_sums(sums / sums[-1].clamp(min=1), self.shape)
         return mean, var, sums[-1] > 0
 
 

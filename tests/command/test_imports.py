@@ -25,7 +25,7 @@ communicators.channel
 communicators.handshake communicators.nonfinite communicators.resolve communicators.unread
 communicators.transports communicators.layer_communicator
 communicators kernels.spec kernels.layout kernels.core
-kernels.triton.steps
+kernels.steps kernels.triton.steps
 kernels.reference kernels.triton
 kernels
 engine.masks

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, kernels
-from multibn.engine import plan
 from multibn.engine.masks import WEIGHTINGS
-from multibn.engine.plan import NormArgs
+from multibn.engine.plan import NormArgs, Plan
+from multibn.kernels.spec import unpack
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 from tests.helpers.spread import spread
@@ -23,8 +23,9 @@ def moments(x: Any, communicator: Any, **options: Any) -> tuple[Any, Any, int]:
     counting = CountingCommunicator(communicator)
     mask = options.pop("mask", None)
     i = NormArgs(x, None, None, 1e-12, (0, 2), mask=mask)
-    y, batch = plan.forward(i, counting, weighting=options.get("weighting", "element"))
-    return y, batch, len(counting.messages)
+    plan = Plan(i, counting, weighting=options.get("weighting", "element"))
+    y, packed = plan.forward(i)
+    return y, unpack(packed), len(counting.messages)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,16 @@ import pytest
 
 from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
-from multibn.engine import PopulationEstimator, plan, statistics
+from multibn.engine import PopulationEstimator, statistics
 from multibn.engine.masks import WEIGHTINGS, rank_weight
+from multibn.engine.plan import Plan
 from multibn.engine.statistics import (
     aggregate,
     local_moments,
     refuse,
 )
 from multibn.kernels import Gradient, NormArgs
+from multibn.kernels.spec import unpack
 from multibn.parity import oracle
 from multibn.parity.oracle import relative_error
 from tests.helpers.launch import ROOT
@@ -67,12 +69,14 @@ def test_forward_and_backward_equal_the_oracle(
             xp.asarray(a) for a in (xs[communicator.rank], dys[communicator.rank], weight, bias)
         )
         i = NormArgs(x, w, b, EPS, (0, 2))
-        y, batch = plan.forward(i, counting, weighting=weighting)
+        plan = Plan(i, counting, weighting=weighting)
+        y, packed = plan.forward(i)
+        batch = unpack(packed)
         again = aggregate(local_moments(x), counting, weighting=weighting)
         for one, other in zip(batch, again, strict=True):
             np.testing.assert_allclose(as_numpy(one), as_numpy(other), rtol=1e-12)
         gradient = Gradient(dy, i, batch)
-        dx, _, *parameters = plan.backward(gradient, counting, means=True)
+        dx, _, *parameters = plan.backward(gradient, means=True)
         assert counting.take() == [2 * C + 2, 2 * C + 2, 2 * C]
         assert x.dtype == y.dtype == dx.dtype
         return [as_numpy(a) for a in (y, dx, *parameters, *batch[:3])]
@@ -126,8 +130,8 @@ def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting
         x = xp.asarray(xs[communicator.rank])
         everything = xp.ones((x.shape[0], 1, x.shape[2])) > 0  # NumPy 1.24 has no name for booleans
         inputs = [NormArgs(x, None, None, EPS, (0, 2), mask=m) for m in (None, everything)]
-        results = [plan.forward(i, communicator, weighting=weighting) for i in inputs]
-        return [[as_numpy(a) for a in (y, *batch)] for y, batch in results]
+        results = [Plan(i, communicator, weighting=weighting).forward(i) for i in inputs]
+        return [[as_numpy(a) for a in (y, *unpack(packed))] for y, packed in results]
 
     for rank, (unmasked, masked) in enumerate(run_ranks(len(xs), batch)):
         np.testing.assert_array_equal(masked[-1], unmasked[-1])  # the weight of an element
@@ -162,8 +166,10 @@ def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
         dx: Any
         x, ones = xp.zeros((0, C, 4)), xp.ones(C)
         i = NormArgs(x, ones, ones, EPS, (0, 2))
-        y, batch = plan.forward(i, communicator, weighting="element")
-        dx, _, *gradients = plan.backward(Gradient(x, i, batch), communicator)
+        plan = Plan(i, communicator, weighting="element")
+        y, packed = plan.forward(i)
+        batch = unpack(packed)
+        dx, _, *gradients = plan.backward(Gradient(x, i, batch))
         assert y.shape == dx.shape == x.shape
         return [as_numpy(a) for a in (*batch, *gradients)]
 
@@ -175,7 +181,8 @@ def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
 def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).normal(size=(4, 3, 2, 5))
     i = NormArgs(xp.asarray(x), None, None, EPS, axis)
-    y, batch = plan.forward(i, SingleProcess(), weighting="element")
+    y, packed = Plan(i, SingleProcess(), weighting="element").forward(i)
+    batch = unpack(packed)
     moments = local_moments(i.x, axis=axis)
     np.testing.assert_allclose(as_numpy(moments.mean), as_numpy(batch.mean), rtol=1e-12)
     mean, var = x.mean(axis, keepdims=True), x.var(axis, keepdims=True)
@@ -283,7 +290,8 @@ def test_the_rank_of_squares_that_overflow_is_named(dtype: str, large: float) ->
     def refused(communicator: ThreadCommunicator) -> None:
         x = np.ones((2, C), dtype) * np.array(large if communicator.rank == 1 else 1.0, dtype)
         x[0] *= -1
+        i = NormArgs(x, None, None, EPS, (0,))
         with pytest.raises(FloatingPointError, match=r"too large values on rank\(s\) \[1\] of 2"):
-            plan.forward(NormArgs(x, None, None, EPS, (0,)), communicator, weighting="element")
+            Plan(i, communicator, weighting="element").forward(i)
 
     run_ranks(2, refused)

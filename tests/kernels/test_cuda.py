@@ -283,13 +283,13 @@ def test_programs_that_sum_have_equal_shares(dtype: str, channels_last: bool) ->
     import torch
     import triton
 
-    from multibn.kernels import cuda
+    from multibn.kernels.triton import tiling
 
     done = needed = 0
     for C, h in [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (1024, 14), (2048, 7)]:
         last = int(channels_last)
-        sums = cuda._sums((64 * h * h if last else 64, C, 1 if last else h * h), last,
-                          getattr(torch, dtype), 4 * 132)  # fmt: skip
+        sums = tiling._sums((64 * h * h if last else 64, C, 1 if last else h * h), last,
+                            getattr(torch, dtype), 4 * 132)  # fmt: skip
         outer, width, _, step, _, _, blocks, per_program, splits = sums.sizes
         tiles = triton.cdiv(outer, sums.constants["ROWS"])
         if not last:

@@ -9,21 +9,31 @@ import numpy as np
 import pytest
 
 from multibn import _platform, kernels
+from multibn._typing import Array
 from multibn.engine import plan
-from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference
+from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference, steps
 from multibn.kernels.core import _core
+from multibn.kernels.spec import options_of
 
 NEEDS = "core"
 
 
 @pytest.mark.parametrize("record", [Gradient, BatchStatistics, Running])  # NormArgs: test_passes.py
 def test_the_reference_reads_each_field(record: Any) -> None:
-    source = "".join(map(inspect.getsource, (reference, plan)))
+    source = "".join(map(inspect.getsource, (reference, steps, plan)))
     for name in record._fields:
         assert f".{name}" in source, (
-            f"`{record.__name__}.{name}` reaches no verb: reference.py must "
+            f"`{record.__name__}.{name}` reaches no verb: reference.py or steps.py must "
             "read the field by name. Other kernels are not used until they know the field."
         )
+
+
+def test_all_fields_that_are_no_arrays_are_options() -> None:
+    """Whoever makes the arguments anew for a backward pass takes these together."""
+    kinds = list(NormArgs.__annotations__.values())
+    places = [k for k, kind in enumerate(kinds) if kind not in (Array, Array | None)]
+    args: Any = range(len(kinds))
+    assert [*options_of(NormArgs(*args))] == places == [*range(3, 3 + len(places))]
 
 
 @pytest.mark.parametrize("missing", ["", "residual", "y", "num_batches"])

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
 from multibn.kernels import Gradient, NormArgs, Running, cuda, reference
+from multibn.kernels.triton import tiling
 from multibn.wire import Message, head
 from tests.kernels.passes import (
     AXIS,
@@ -40,13 +41,13 @@ orders = pytest.mark.parametrize("order", [np.asarray, last], ids=["NCHW", "chan
 @pytest.fixture(autouse=True)
 def _afresh() -> None:
     GENERATOR.manual_seed(0)
-    cuda._plan_of.cache_clear()  # of what other tests changed the constants to
+    tiling.plan_of.cache_clear()  # of what other tests changed the constants to
 
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has one: how work is divided depends on their number."""
-    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(tiling, "_multiprocessors", lambda device: 1)
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_key_of_a_launch_says_which_numbers_are_tensors(
 
 
 def plan_of(x: Any) -> Any:
-    return cuda._plan_of(x.shape, x.stride(), x.dtype, AXIS, x.device)
+    return tiling.plan_of(x.shape, x.stride(), x.dtype, AXIS, x.device)
 
 
 def wide(*shape: int) -> Any:
@@ -108,9 +109,9 @@ def test_several_splits_of_several_tiles(
     order: Any, mask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What large activations are divided into, on a small one."""
-    monkeypatch.setattr(cuda, "_SUMS", 12)
-    monkeypatch.setattr(cuda, "_ELEMENTWISE", 8)
-    monkeypatch.setattr(cuda, "_TILE", 64)
+    monkeypatch.setattr(tiling, "_SUMS", 12)
+    monkeypatch.setattr(tiling, "_ELEMENTWISE", 8)
+    monkeypatch.setattr(tiling, "_TILE", 64)
     monkeypatch.setitem(cuda._FEW_SPLITS, "SPLITS", 2)
     monkeypatch.setitem(cuda._FEW_SPLITS, "BLOCK", 2)
     i, dy = layer((7, 4, 9, 11), order=order, mask=mask_of(mask, (7, 4, 9, 11)))
@@ -124,7 +125,7 @@ def test_several_splits_of_several_tiles(
 @pytest.mark.usefixtures("one_multiprocessor")
 def test_a_first_tile_may_be_unlike_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean, which centres the others, is then a poor one."""
-    monkeypatch.setattr(cuda, "_SUMS", 1)
+    monkeypatch.setattr(tiling, "_SUMS", 1)
     x = data((64, 2, 16, 16)) + np.float32(1000)
     x[:8] = 0
     there = as_torch(x)
@@ -136,8 +137,8 @@ def test_a_first_tile_may_be_unlike_the_rest(monkeypatch: pytest.MonkeyPatch) ->
 @orders
 def test_padding_counts_for_nothing(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits whose first tiles are padding, a large mean, counts as they are on a GPU."""
-    monkeypatch.setattr(cuda, "_SUMS", 2)
-    monkeypatch.setattr(cuda, "_TILE", 64)
+    monkeypatch.setattr(tiling, "_SUMS", 2)
+    monkeypatch.setattr(tiling, "_TILE", 64)
     mask = np.zeros((6, 1, 5, 17), bool)
     mask[1::2, :, 1:, 9:15] = True
     x = data((6, 4, 5, 17)) + np.float32(1e4)

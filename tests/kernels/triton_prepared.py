@@ -19,7 +19,7 @@ from multibn import SingleProcess, kernels
 from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import plan, recompute
-from multibn.kernels import NormArgs, cuda, reference
+from multibn.kernels import NormArgs, cuda, steps
 from multibn.kernels.triton import launch, prepared
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled
@@ -64,7 +64,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     if DEVICE == "cpu":
         monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
-        monkeypatch.setattr(reference, "is_on_host", lambda a: False)
+        monkeypatch.setattr(steps, "is_on_host", lambda a: False)
         monkeypatch.setattr(plan, "_place", lambda x: "torch's GPU")
         monkeypatch.setattr(prepared, "prepare", _prepare)
         monkeypatch.setattr(prepared, "run_launches", _run)

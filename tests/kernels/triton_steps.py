@@ -12,7 +12,7 @@ from multibn.communicators import nonfinite
 from multibn.communicators.communicator import Handle
 from multibn.communicators.handshake import look_at_unread
 from multibn.engine import plan
-from multibn.kernels import NormArgs, Running, cuda, reference
+from multibn.kernels import NormArgs, Running, cuda, reference, steps
 from multibn.torch_backend import SyncBatchNorm
 from multibn.torch_backend.layer import compiled
 from multibn.wire import LARGEST
@@ -41,7 +41,7 @@ def test_a_batch_that_is_not_finite(
     """
     monkeypatch.setattr(cuda, "_SHARE", share)
     monkeypatch.setitem(cuda._GAPS, "SHARE", share)
-    summed = reference.pack(wide(3000), wide(3000) ** 2 + 9, 2.0, 2.0)
+    summed = steps.pack(wide(3000), wide(3000) ** 2 + 9, 2.0, 2.0)
     summed[place] = bad
     mean, var, count, element_weight = unpack(summed, 3000)
     assert mean.isnan().all()
@@ -49,8 +49,8 @@ def test_a_batch_that_is_not_finite(
     assert (count.item(), element_weight.item()) == (0, 0.5)
     refused = unpack(math.nan * summed, 3000)
     assert [v.isnan().all().item() for v in refused] == [True, True, False, True]
-    steps = ["gaps"] * (share < 6000) + ["finish_forward", "normalize"]
-    assert launched == 2 * steps
+    expected = ["gaps"] * (share < 6000) + ["finish_forward", "normalize"]
+    assert launched == 2 * expected
 
 
 class Twice(Handle):
@@ -87,7 +87,7 @@ def test_the_launches_of_a_step(launched: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda, "PreparedStep", lambda: None)
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
-        monkeypatch.setattr(reference, "is_on_host", lambda a: False)
+        monkeypatch.setattr(steps, "is_on_host", lambda a: False)
         monkeypatch.setattr(plan, "_place", lambda x: "torch's GPU")
     ranks = Twice()
     layer = SyncBatchNorm(3, process_group=ranks).to(DEVICE)
@@ -149,7 +149,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
 ) -> None:
     """All later steps are, to the last bit, those of a layer that never saw the batch."""
     if DEVICE == "cpu":  # as for tensors on a GPU
-        monkeypatch.setattr(reference, "is_on_host", lambda a: False)
+        monkeypatch.setattr(steps, "is_on_host", lambda a: False)
         monkeypatch.setattr(plan, "_place", lambda x: "torch's GPU")
     nonfinite._told = nonfinite._NOBODY
     chosen = reference if generic_too else cuda
@@ -186,19 +186,25 @@ def test_sums_of_large_squares_overflow_earlier_than_in_host_memory() -> None:
         assert bool(payload[1] < LARGEST) == fits
 
 
-def test_a_cumulative_average_of_many_channels_is_divided_among_programs() -> None:
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_cumulative_average_of_many_channels_is_divided_among_programs(
+    momentum: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One program of 65,536 channels took five minutes to compile."""
+    launches = []
+    monkeypatch.setattr(cuda, "launch", lambda *launch: launches.append(launch))
     counter = torch.tensor(0, device=DEVICE)
-    for momentum in (0.1, None):
-        running = Running(wide(700), wide(700) ** 2, momentum, num_batches=counter)
-        _, _, programs, constants, _ = cuda._moved(running, 4.0, 700)
-        assert (programs, constants["BLOCK"]) == (3, 256)
+    running = Running(wide(700), wide(700) ** 2, momentum, num_batches=counter)
+    unpack(wide(2 * 700 + 2), 700, running=running)
+    kernel, programs, _, constants, *_ = launches[0]
+    assert (kernel.__name__, programs, constants["BLOCK"]) == ("finish_forward", 3, 256)
+    assert constants["CUMULATIVE"] is (momentum is None)
 
 
 def test_running_statistics_of_inference_mode_are_moved() -> None:
     """The kernels cannot: they count the versions of what they write."""
     with torch.inference_mode():
         running = Running(wide(3), wide(3) ** 2, 0.1)
-        summed, before = reference.pack(wide(3), wide(3) ** 2 + 9, 2.0, 4.0), running.mean.clone()
+        summed, before = steps.pack(wide(3), wide(3) ** 2 + 9, 2.0, 4.0), running.mean.clone()
         unpack(summed, 3, running=running)
         assert torch.equal(running.mean, 0.9 * before + 0.1 * (summed[:3] / 2))

@@ -1,4 +1,4 @@
-/* Arguments of functions for Python: the named tuples of arguments.py, whose fields are read by name, and arrays. */
+/* Arguments of functions for Python: the named tuples of spec.py, whose fields are read by name, and arrays. */
 
 #include "_locate.h"
 
@@ -85,11 +85,16 @@ static Parameter take(Call *call, PyObject *object, int dtype, int64_t n, int ho
     return call->refused ? (Parameter){0} : (Parameter){a.data, number_of(a.dtype)};
 }
 
-/* Memory for `rows` coefficients of each channel, in the dtype of the arithmetic, or None. */
-static void take_coefficients(Call *call, PyObject *object, int64_t rows)
+/* Memory for the output of a pass, like `x`; or, `instead`, for `rows` coefficients of each channel, in the dtype of
+the arithmetic. */
+static void take_output(Call *call, PyObject *object, PyObject *instead, int64_t rows)
 {
-    call->coefficients = take(call, object, ANY_FLOAT, rows * call->pass.C, WRITTEN | OPTIONAL);
-    if (call->coefficients.at && call->coefficients.dtype != (call->dtype == 1))
+    if (!PyObject_IsTrue(instead)) {
+        call->pass.out = take_like(call, object, &call->x.a, WRITTEN);
+        return;
+    }
+    call->coefficients = take(call, object, ANY_FLOAT, rows * call->pass.C, WRITTEN);
+    if (call->coefficients.dtype != (call->dtype == 1))
         call->refused = 1;
 }
 

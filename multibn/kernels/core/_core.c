@@ -104,7 +104,7 @@ static int begin_backward(Call *a, double *memory)
         return -1;
     for (int64_t c = 0; c < C; c++) {
         a->message[c] = p->sums[c];
-        a->message[C + c] = p->sums[C + c] / sqrt(s->var[c] + s->eps);
+        a->message[C + c] = p->sums[C + c] / std_of(s, c);
     }
     if (a->dbias.at)
         put(a->message, C, a->dbias);
@@ -141,11 +141,10 @@ static void read_pass(Call *a, PyObject *const *args, int written)
     a->pass.y = take_like(a, get_field(a, args[0], Input_residual), &a->x.a, OPTIONAL);
     a->pass.kind = kind_of(a, args[0]);
     read_statistics(a, args[0], args[1], written);
-    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | OPTIONAL);
-    take_coefficients(a, args[3], 3);
+    take_output(a, args[2], args[3], 3);
 }
 
-/* An Input, BatchStatistics, y and the coefficients, of which one is None. */
+/* An Input, BatchStatistics, the output, whether coefficients take its place. */
 static void read_normalize(Call *a, PyObject *const *args) { read_pass(a, args, 0); }
 
 FUNCTION(normalize, 4)
@@ -154,12 +153,12 @@ FUNCTION(normalize, 4)
 static int finish_forward(Call *a, double *memory)
 {
     const Statistics *s = &a->statistics;
-    const int state = unpack(a->message, s->mean, s->var, a->total, a->element_weight, a->pass.C, a->weight, a->count,
-                             a->dtype == 1 ? 0x1p-13 : 0x1p-27, s->eps);
+    const double least = a->dtype == 1 ? 0x1p-13 : 0x1p-27; /* see spec.py */
+    const int state = unpack(a->message, s, a->pass.C, a->weight, a->count, least, a->total, a->element_weight);
     if (state != OK)
         return state;
     if (a->running.mean.at)
-        move(&a->running, s->mean, s->var, a->pass.C, *a->total, a->count, memory);
+        move(&a->running, s, a->pass.C, *a->total, a->count, memory);
     return normalize(a, memory); /* 0, which is OK */
 }
 
@@ -200,7 +199,7 @@ static int finish_backward(Call *a, double *memory)
     double *y_scale = memory, *y_shift = y_scale + C, *scale = y_shift + C, *shift = scale + C;
     output_coefficients(s, C, y_scale, y_shift);
     for (int64_t c = 0; c < C; c++) {
-        const double invstd = 1 / sqrt(s->var[c] + s->eps), pull = -y_scale[c] * a->weight;
+        const double invstd = 1 / std_of(s, c), pull = -y_scale[c] * a->weight;
         scale[c] = pull * invstd * a->message[C + c];
         shift[c] = pull * a->message[c];
     }
@@ -213,16 +212,15 @@ static int finish_backward(Call *a, double *memory)
     return in_threads(p, p->loops->input_gradient, p->kind == SIGN_OF_X ? 5 : 4);
 }
 
-/* A Gradient, the sum of all messages, dx or None, the gradient of the residual or None, coefficients or None. */
+/* A Gradient, the sum of all messages, dx, whether coefficients take its place, the gradient of the residual or None. */
 static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
     a->message = take(a, args[1], FLOAT64, 2 * a->pass.C, 0).at;
     PyObject *batch = get_field(a, args[0], Gradient_batch);
     a->weight = a->numbers ? a->numbers[2 * a->pass.C + 1] : number(a, get_field(a, batch, Batch_element_weight));
-    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN | OPTIONAL);
-    a->pass.more = take_like(a, args[3], &a->x.a, WRITTEN | OPTIONAL);
-    take_coefficients(a, args[4], 4);
+    take_output(a, args[2], args[3], 4);
+    a->pass.more = take_like(a, args[4], &a->x.a, WRITTEN | OPTIONAL);
 }
 
 FUNCTION(finish_backward, 5)

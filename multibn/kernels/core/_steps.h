@@ -1,4 +1,4 @@
-/* The steps between an activation and a message, on C numbers: as in reference.py, but for the passes. */
+/* The steps between an activation and a message, on C numbers: as in steps.py. */
 
 /* An array of parameters or running statistics, or NULL. */
 typedef struct {
@@ -32,7 +32,7 @@ static void put(const double *restrict numbers, int64_t n, Parameter array)
 }
 
 enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see wire.py */
-enum { OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED }; /* states of a message: see arguments.py */
+enum { OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED }; /* states of a message: see spec.py */
 
 static const double LARGEST = 0x1p940, LARGEST_SUM = 0x1p960; /* see wire.py */
 
@@ -49,9 +49,18 @@ static void pack(const double *mean, const double *var, double *packed, int64_t 
     packed[2 * C + COUNT] = count;
 }
 
-static int unpack(const double *summed, double *mean, double *var, double *total_count,
-                  double *element_weight, int64_t C, double weight, double count, double least, double eps)
+/* What a pass reads beside the activations; the mean and the variance are written by `finish_forward`. */
+typedef struct {
+    double *mean, *var;
+    Parameter weight, bias;
+    double eps;
+} Statistics;
+
+/* Write the statistics in the sum of all messages. Returns the state of the message. */
+static int unpack(const double *summed, const Statistics *s, int64_t C, double weight, double count, double least,
+                  double *total_count, double *element_weight)
 {
+    double *const mean = s->mean, *const var = s->var, eps = s->eps;
     const double total_weight = summed[2 * C + WEIGHT], divisor = total_weight == 0 ? 1 : total_weight;
     int state = count <= 1 && summed[2 * C + COUNT] == 1 ? ONE_VALUE : OK;
     for (int64_t c = 0; c < C; c++) {
@@ -68,12 +77,7 @@ static int unpack(const double *summed, double *mean, double *var, double *total
     return isnan(*total_count) ? REFUSED : state;
 }
 
-/* What a pass reads beside the activations; the mean and the variance are written by `finish_forward`. */
-typedef struct {
-    double *mean, *var;
-    Parameter weight, bias;
-    double eps;
-} Statistics;
+static double std_of(const Statistics *s, int64_t c) { return sqrt(s->var[c] + s->eps); }
 
 static void output_coefficients(const Statistics *s, int64_t C, double *scale, double *shift)
 {
@@ -86,7 +90,7 @@ static void output_coefficients(const Statistics *s, int64_t C, double *scale, d
     if (s->bias.at)
         get(s->bias, 0, 1, C, shift);
     for (int64_t c = 0; c < C; c++)
-        scale[c] *= 1 / sqrt(s->var[c] + s->eps);
+        scale[c] *= 1 / std_of(s, c);
 }
 
 /* Write the variance from the sums, and the mean in place of the centre. Returns how many channels had a centre that
@@ -106,7 +110,7 @@ static int64_t finish_moments(const double *sums, double *mean, double *var, dou
 enum { UNBIASED_GLOBAL, UNBIASED_LOCAL, BIASED, NUM_CONVENTIONS }; /* of a running variance */
 static const char *const CONVENTIONS[] = {"unbiased_global", "unbiased_local", "biased"};
 
-/* See `arguments.Running`. */
+/* See `spec.Running`. */
 typedef struct {
     Parameter mean, var; /* NULL if nothing is to be moved */
     double momentum;     /* NaN for 1/n at the n-th batch */
@@ -122,8 +126,7 @@ static void approach(Parameter running, const double *batch, int64_t C, double m
     put(old, C, running);
 }
 
-static void move(const Running *r, const double *mean, const double *var, int64_t C, double total, double count,
-                 double *memory)
+static void move(const Running *r, const Statistics *s, int64_t C, double total, double count, double *memory)
 {
     if (!(total > 0))
         return;
@@ -132,6 +135,6 @@ static void move(const Running *r, const double *mean, const double *var, int64_
         ++*r->num_batches;
     if (isnan(momentum))
         momentum = r->num_batches ? 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1) : 0;
-    approach(r->mean, mean, C, momentum, 1, memory);
-    approach(r->var, var, C, momentum, r->convention == BIASED ? 1 : n / (n > 2 ? n - 1 : 1), memory);
+    approach(r->mean, s->mean, C, momentum, 1, memory);
+    approach(r->var, s->var, C, momentum, r->convention == BIASED ? 1 : n / (n > 2 ? n - 1 : 1), memory);
 }

@@ -77,7 +77,8 @@ class PreparedStep:
         if prepared is None or prepared.facts != _forward_facts(args):
             return None
         before, after, _, num_partials, C, dtype, shape, payload = prepared
-        x, weight, bias, residual, running = _parts(args)
+        x, weight, bias = args.x, args.weight, args.bias
+        residual, running = args.residual, args.running
         new, message = x.new_empty, messages.new(x)
         numbers = new(payload, dtype=torch.float64) if message is None else message.numbers
         scratch, found = new(5 * C + num_partials, dtype=dtype), new(2 * C + 2, dtype=torch.float64)
@@ -169,13 +170,9 @@ class PreparedStep:
             self._backward = _prepare(launched, _BACKWARD, expected, facts)
 
 
-def _parts(args: NormArgs) -> tuple[Any, ...]:
-    return args.x, args.weight, args.bias, args.residual, args.running
-
-
 def _forward_facts(args: NormArgs) -> Any:
     """The facts about an input that a plan's key lacks; None where nothing can be prepared."""
-    x, weight, bias, residual, running = _parts(args)
+    x, residual, running = args.x, args.residual, args.running
     place: int = x.data_ptr()
     moved: tuple[Any, ...] = ()
     if residual is not None:
@@ -188,7 +185,7 @@ def _forward_facts(args: NormArgs) -> Any:
             return None
         is_fixed = mean.is_inference() or var.is_inference()
         moved = convention, is_fixed, counter is None or (counter.dtype, counter.is_inference())
-    return moved if _is_usual(place, x, weight, bias) else None
+    return moved if _is_usual(place, args) else None
 
 
 def _backward_facts(g: Gradient) -> Any:
@@ -202,15 +199,16 @@ def _backward_facts(g: Gradient) -> Any:
             if v.dtype is not torch.float64 or v.device != x.device or not v.is_contiguous():
                 return None
     place = x.data_ptr() | dy.data_ptr() | (0 if y is None else y.data_ptr())
-    is_usual = _is_usual(place, x, args.weight, args.bias)
-    return (type(dy), dy.dtype, None if y is None else y.dtype) if is_usual else None
+    kinds = type(dy), dy.dtype, None if y is None else y.dtype
+    return kinds if _is_usual(place, args) else None
 
 
-def _is_usual(place: int, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+def _is_usual(place: int, args: NormArgs) -> bool:
     """Whether a pass is one for which the launches of others serve; `place` joins its addresses."""
+    weight, bias = args.weight, args.bias
     return (
         place % 16 == 0
-        and x.get_device() == current_device()
+        and args.x.get_device() == current_device()
         and not hooks.calls
         and (weight is None or weight.is_contiguous())
         and (bias is None or bias.is_contiguous())

@@ -185,7 +185,7 @@ def number(v):
 
 @triton.jit
 def _gap(numbers, length):
-    """0, or NaN if one of the numbers is a mark: see `reference.skipped`."""
+    """0, or NaN if one of the numbers is a mark: see `skipped` of kernels/steps.py."""
     gap = tl.zeros((1024,), tl.float64)
     for first in range(0, length, 1024):
         i = first + tl.arange(0, 1024)

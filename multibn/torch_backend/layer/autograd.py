@@ -24,13 +24,13 @@ from multibn import kernels
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, layer_communicator
 from multibn.communicators.nonfinite import layer_of, raise_for_nan_gradients
-from multibn.engine import masks, recompute, statistics
+from multibn.engine import masks, recompute
 from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.engine.running import StepAccumulator, update_running
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference
-from multibn.kernels.layout import sizes_in_memory
-from multibn.kernels.spec import unpack
+from multibn.kernels.layout import channels, sizes_in_memory
+from multibn.kernels.spec import options_of, unpack
 from multibn.torch_backend._torch_private import (
     ACTIVE_DDP,
     MAKE_FX,
@@ -68,12 +68,11 @@ def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
         return None
     needed = x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
     weight, bias, residual, running = args.weight, args.bias, args.residual, args.running
-    options = args.eps, args.relu, weighting, args.axis, args.mask is None
-    key: tuple[Any, ...] = (x.shape, x.stride(), x.dtype, x.device, needed, *options)
+    key: tuple[Any, ...] = (x.shape, x.stride(), x.dtype, x.device, needed, *options_of(args))
     world = None if _group is None else _group.WORLD  # may be made anew
     # Weak: a plan keeps neither alive, and another one in the same place is another one.
     alive = None if ddp is None else ref(ddp), None if world is None else ref(world)
-    key += type(running), weight is None, *alive
+    key += weighting, args.mask is None, type(running), weight is None, *alive
     if weight is not None:
         key += type(weight), weight.shape, weight.dtype, weight.device, bias is None
     if bias is not None:
@@ -169,7 +168,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         with without_autocast(args.x):
             y, batch = plan.forward(args)
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-        ctx.call = plan, batch, args.eps, args.axis, args.relu
+        ctx.call = plan, batch, options_of(args)
         output = y if args.relu and (args.residual is not None or not is_eager) else None
         ctx.save_for_backward(args.x, args.weight, args.bias, args.mask, output)
         return y, batch
@@ -178,9 +177,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
-        plan, batch, eps, axis, relu = ctx.call
-        # By a test of every option, as `_replace` takes 7 us, no option is forgotten.
-        args = NormArgs(x, weight, bias, eps=eps, axis=axis, relu=relu, mask=mask)
+        plan, batch, options = ctx.call
+        args = NormArgs(x, weight, bias, *options, mask=mask)  # type: ignore[misc]
         g = Gradient(grad_outputs[0], args, batch, y, needed[0])
         with without_autocast(x):
             if _needs_graph(g.dy):
@@ -267,14 +265,13 @@ def _forward(
 ) -> tuple[Tensor, BatchStatistics]:
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
     # the tape have no derivatives.
-    replays = recompute.replayed(statistics.channels(args.x.shape, args.axis)) is not None
+    replays = recompute.replayed(channels(args.x.shape, args.axis)) is not None
     y, batch = _normalize(args, communicator, weighting, phase="forward")
     batch = BatchStatistics(*[part.detach() for part in batch])
     if not replays:
         recompute.record(batch, args, Plan(args, communicator, weighting=weighting))
         if args.running is not None:
-            _, count, *_ = statistics.sizes(args.x.shape, args.axis)
-            update_running(args.running, batch, masks.weigh(args, count, "element")[1])
+            update_running(args.running, batch, masks.weigh(args, "element")[1])
     return y, batch
 
 

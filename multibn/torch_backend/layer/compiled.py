@@ -26,7 +26,7 @@ from multibn.engine import recompute
 from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
-from multibn.kernels import Running, reference, select
+from multibn.kernels import Running, reference, select, steps
 from multibn.kernels.layout import channels
 from multibn.kernels.spec import PackedStatistics
 from multibn.torch_backend._torch_private import (
@@ -345,4 +345,4 @@ def _nodes() -> Any:
     "Tensor local_count) -> ()"
 )
 def _update_running(*arguments: Any) -> None:
-    reference.update_running(Running(*arguments[:5]), *arguments[5:])
+    steps.update_running(Running(*arguments[:5]), *arguments[5:])

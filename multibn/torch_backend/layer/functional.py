@@ -21,7 +21,8 @@ from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import masks, statistics
 from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.statistics import BatchStatistics
-from multibn.kernels import Running, reference
+from multibn.kernels import Running, reference, steps
+from multibn.kernels.layout import channels
 from multibn.kernels.spec import unpack
 from multibn.options import NormOptions
 from multibn.torch_backend._torch_private import (
@@ -253,7 +254,7 @@ def normalize_by_running(
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
     args = NormArgs(x, weight, bias, eps, axis)
     check_options(args)
-    mean, var = map(reference.as_wide, (running_mean, running_var))
+    mean, var = map(steps.as_wide, (running_mean, running_var))
     y: Tensor = reference.normalize(args, BatchStatistics(mean, var, mean, mean))
     return y
 
@@ -302,7 +303,7 @@ def check_options(args: NormArgs) -> None:
         check_eps(eps)
     shape = x.shape[1:2]
     if 1 in axis or len(axis) != x.ndim - 1:
-        shape = statistics.channels(x.shape, axis)
+        shape = channels(x.shape, axis)
     for name, p in (("weight", args.weight), ("bias", args.bias)):
         if p is not None and (p.shape != shape or not p.is_floating_point()):
             raise ValueError(

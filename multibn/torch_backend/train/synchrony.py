@@ -16,7 +16,7 @@ from multibn.communicators import Communicator, CommunicatorLike, as_communicato
 from multibn.communicators.handshake import agree, allreduce_at
 from multibn.engine.consistency import check_equal, largest_group
 from multibn.engine.running import pool_running
-from multibn.kernels.reference import as_wide
+from multibn.kernels.steps import as_wide
 from multibn.torch_backend._torch_private import flatten_dense_tensors, unflatten_dense_tensors
 from multibn.torch_backend.layer import dtensors
 from multibn.torch_backend.layer.base import SyncNormBase
