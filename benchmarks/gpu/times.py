@@ -142,7 +142,7 @@ def sweep() -> Iterator[Row]:
                 return tiles._replace(constants=tiles.constants | {"num_warps": warps})
 
             module._SUMS, module._TILE, module._tiling = sums, tile, with_warps
-            tiling.plan_of.cache_clear()
+            tiling.tilings_of.cache_clear()
             taken = gpu_microseconds(training_step(_layers(shape[1])[OURS], x, dy))
             what = f"{shape} {layout}: {sums} programs that sum, tiles of {tile}, {warps} warps"
             yield {"setting": what, "us": taken}

@@ -22,7 +22,7 @@ from multibn.kernels.steps import state_of, variance_factor
 from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
 from multibn.kernels.triton.prepared import PreparedStep as PreparedStep
-from multibn.kernels.triton.tiling import DTYPES, Plan, plan_of
+from multibn.kernels.triton.tiling import DTYPES, Tilings, tilings_of
 from multibn.wire import HEAD, NO_MARK, Message, backward_payload
 
 if torch.cuda.is_available():
@@ -59,15 +59,15 @@ def begin_forward(
     out: Message | None = None,
 ) -> Any:
     """Do as `reference.begin_forward`; two launches."""
-    x, plan = args.x, _plan(args)
-    if plan is None:
+    x, tilings = args.x, _tilings(args)
+    if tilings is None:
         return reference.begin_forward(args, rank_weight, count, mark, out=out)
-    programs, sizes, splits, constants, known = plan.sums
-    partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
+    programs, sizes, splits, constants, known = tilings.sums
+    partials = x.new_empty((4, splits, tilings.channels), dtype=tilings.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
     arguments = x, args.mask if args.mask is None else _bytes(args.mask), partials, *sizes
     launch(passes.moments, programs, arguments, constants, key, known)
-    numbers, *around = _message(out, partials, plan.payload)
+    numbers, *around = _message(out, partials, tilings.payload)
     arguments = partials, numbers, number(rank_weight), number(count), number(mark), *around
     _merge(steps.merge_moments, arguments, ("merge_moments", *map(_kind, (rank_weight, count))))
     return numbers if out is None else out
@@ -80,20 +80,20 @@ def finish_forward(
 
     Two more for a cumulative average, one more for thousands of channels.
     """
-    plan, weight, bias, running = _plan(args), args.weight, args.bias, args.running
+    tilings, weight, bias, running = _tilings(args), args.weight, args.bias, args.running
     if (
-        plan is None
-        or not fit(plan.device, (plan.payload,), (summed,))
-        or not fit(plan.device, plan.shape, (), (weight, bias))
-        or not (running is None or movable(running, plan))
+        tilings is None
+        or not fit(tilings.device, (tilings.payload,), (summed,))
+        or not fit(tilings.device, tilings.shape, (), (weight, bias))
+        or not (running is None or movable(running, tilings))
     ):
         return reference.finish_forward(args, summed, rank_weight, count, coefficients=coefficients)
     is_many = isinstance(count, float) and count > 1.0
     state = OK if summed.is_cuda and is_many else state_of(summed, count)
     moved = running if state == OK else None
-    shape, C, new = plan.shape, plan.channels, summed.new_empty
+    shape, C, new = tilings.shape, tilings.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
-    found = new((5, C), dtype=plan.dtype)
+    found = new((5, C), dtype=tilings.dtype)
     arrays, how, constants, key = _moved(moved, count)
     looked_at, length = summed, 2 * C
     if length > _SHARE:
@@ -101,11 +101,11 @@ def finish_forward(
         launch(steps.gaps, length, (summed, looked_at, 2 * C), _GAPS, "gaps", _known)
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
     arguments = summed, *batch, weight, bias, found, *arrays, looked_at, *numbers
-    key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), plan.dtype, *key
+    key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), tilings.dtype, *key
     _step(steps.finish_forward, arguments, constants, ("forward", *key))
     if constants["CUMULATIVE"]:  # only now: all programs have read the counter
         arrays[2].add_(batch.count > 0)
-    return _output(plan, args, found, coefficients), batch, state
+    return _output(tilings, args, found, coefficients), batch, state
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
@@ -113,28 +113,28 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 
     Also returns what `finish_backward` goes on from.
     """
-    args, about, plan = g.input, g.batch[:2], _plan(g.input)
+    args, about, tilings = g.input, g.batch[:2], _tilings(g.input)
     parameters = args.weight, args.bias
-    if plan is None or not fit(plan.device, plan.shape, about, parameters):
+    if tilings is None or not fit(tilings.device, tilings.shape, about, parameters):
         return reference.begin_backward(g, out=out)
     statistics = *about, *parameters
-    programs, sizes, splits, constants, known = plan.sums
+    programs, sizes, splits, constants, known = tilings.sums
     coefficients = None
     if args.relu and g.y is None:
-        coefficients = coefficients_of(*statistics, args.eps, plan.dtype)
-    partials = args.x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
+        coefficients = coefficients_of(*statistics, args.eps, tilings.dtype)
+    partials = args.x.new_empty((2, splits, tilings.channels), dtype=tilings.dtype)
     inputs, key = _inputs(g)
     arguments = *inputs, g.batch.mean, coefficients, partials, *sizes
     own_key = key and (*key, "sums", coefficients is None)
     launch(passes.backward_sums, programs, arguments, constants, own_key, known)
-    numbers, *around = _message(out, partials, backward_payload(plan.channels))
-    coefficients = partials.new_empty((5, plan.channels))
+    numbers, *around = _message(out, partials, backward_payload(tilings.channels))
+    coefficients = partials.new_empty((5, tilings.channels))
     dweight = None if args.weight is None else torch.empty_like(args.weight)
     dbias = None if args.bias is None else torch.empty_like(args.bias)
     eps = number(args.eps)
     arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, eps
     _merge(steps.merge_sums, arguments, ("merge_sums", _kind(args.weight), _kind(args.bias)))
-    return numbers if out is None else out, dweight, dbias, (plan, inputs, key, coefficients)
+    return numbers if out is None else out, dweight, dbias, (tilings, inputs, key, coefficients)
 
 
 def finish_backward(
@@ -145,14 +145,22 @@ def finish_backward(
     if begun is None or not fit(x.device, numbers, (summed,)):
         return reference.finish_backward(g, summed, coefficients=coefficients)
     factor = number(g.batch.element_weight)
-    plan, inputs, key, of_output = begun
+    tilings, inputs, key, of_output = begun
     if coefficients:
-        weight, found = g.input.weight, summed.new_empty((4, *plan.shape), dtype=plan.dtype)
-        arguments = summed, *g.batch[:2], weight, factor, found, number(g.input.eps), plan.channels
-        key = "gradient", _kind(weight), _kind(factor), plan.dtype
+        weight, found = g.input.weight, summed.new_empty((4, *tilings.shape), dtype=tilings.dtype)
+        arguments = (
+            summed,
+            *g.batch[:2],
+            weight,
+            factor,
+            found,
+            number(g.input.eps),
+            tilings.channels,
+        )
+        key = "gradient", _kind(weight), _kind(factor), tilings.dtype
         _step(steps.gradient_coefficients, arguments, _STEP, key)
         return found, None
-    programs, sizes, _, constants, known = plan.elementwise[g.input.relu]
+    programs, sizes, _, constants, known = tilings.elementwise[g.input.relu]
     dx = torch.empty_like(x)
     dresidual = None if g.y is None else torch.empty_like(x)
     arguments = *inputs, of_output, dx, dresidual, summed, factor, *sizes
@@ -166,20 +174,20 @@ def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool =
 
     One launch with `coefficients`.
     """
-    plan, about = _plan(args), (batch.mean, batch.var)
+    tilings, about = _tilings(args), (batch.mean, batch.var)
     parameters = args.weight, args.bias
-    if plan is None or not fit(plan.device, plan.shape, about, parameters):
+    if tilings is None or not fit(tilings.device, tilings.shape, about, parameters):
         return reference.normalize(args, batch, coefficients=coefficients)
-    found = coefficients_of(*about, *parameters, args.eps, plan.dtype)
-    return _output(plan, args, found, coefficients)
+    found = coefficients_of(*about, *parameters, args.eps, tilings.dtype)
+    return _output(tilings, args, found, coefficients)
 
 
-def _output(plan: Plan, args: NormArgs, found: Tensor, coefficients: bool) -> Tensor:
+def _output(tilings: Tilings, args: NormArgs, found: Tensor, coefficients: bool) -> Tensor:
     """The output by what `coefficients_of` has found, or `reference.output_coefficients`."""
     if coefficients:
-        return found[:3].view(3, *plan.shape)
+        return found[:3].view(3, *tilings.shape)
     x, residual = args.x, args.residual
-    programs, sizes, _, constants, known = plan.elementwise[args.relu]
+    programs, sizes, _, constants, known = tilings.elementwise[args.relu]
     y = torch.empty_like(x)
     place = x.data_ptr()
     if residual is not None:
@@ -204,13 +212,13 @@ def coefficients_of(
     return coefficients
 
 
-def movable(running: Running, plan: Plan) -> bool:
+def movable(running: Running, tilings: Tilings) -> bool:
     """Whether the kernels can move these running statistics."""
     mean, var, counter = running.mean, running.var, running.num_batches
     return (
-        mean.numel() == plan.channels
-        and fit(plan.device, mean.shape, parameters=(mean, var))
-        and (counter is None or fit(plan.device, (), counters=(counter,)))
+        mean.numel() == tilings.channels
+        and fit(tilings.device, mean.shape, parameters=(mean, var))
+        and (counter is None or fit(tilings.device, (), counters=(counter,)))
         # Not in a loop: this is asked in each step.
         and not (mean.is_inference() or var.is_inference())
         and (counter is None or not counter.is_inference())
@@ -303,12 +311,12 @@ def _inputs(g: Gradient) -> tuple[Any, Any]:
     return (dy, x, y, mask if mask is None else _bytes(mask)), key
 
 
-def _plan(args: NormArgs) -> Plan | None:
-    """The plan of a pass; None if the kernels cannot take the pass."""
+def _tilings(args: NormArgs) -> Tilings | None:
+    """The tilings of a pass; None if the kernels cannot take the pass."""
     x = args.x
     if args.residual is not None and args.residual.dtype != x.dtype:
         return None
-    return plan_of(x.shape, x.stride(), x.dtype, args.axis, x.device, args.mask is not None)
+    return tilings_of(x.shape, x.stride(), x.dtype, args.axis, x.device, args.mask is not None)
 
 
 def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ orders = pytest.mark.parametrize("order", [np.asarray, last], ids=["NCHW", "chan
 @pytest.fixture(autouse=True)
 def _afresh() -> None:
     GENERATOR.manual_seed(0)
-    tiling.plan_of.cache_clear()  # of what other tests changed the constants to
+    tiling.tilings_of.cache_clear()  # of what other tests changed the constants to
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ def test_a_key_of_a_launch_says_which_numbers_are_tensors(
     assert keys[-1][:3] == ("merge_moments", *kinds)
 
 
-def plan_of(x: Any) -> Any:
-    return tiling.plan_of(x.shape, x.stride(), x.dtype, AXIS, x.device)
+def tilings_of(x: Any) -> Any:
+    return tiling.tilings_of(x.shape, x.stride(), x.dtype, AXIS, x.device)
 
 
 def wide(*shape: int) -> Any:
@@ -98,7 +98,7 @@ def number(v: float) -> Any:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_planes_that_begin_inside_of_vectors_are_read_by_vectors(dtype: str) -> None:
     x = as_torch(data((3, 8, 5, 13)), dtype)
-    assert plan_of(x).sums.constants["VECTOR"] == 16 // x.element_size()
+    assert tilings_of(x).sums.constants["VECTOR"] == 16 // x.element_size()
 
 
 @orders
@@ -115,10 +115,10 @@ def test_several_splits_of_several_tiles(
     monkeypatch.setitem(cuda._FEW_SPLITS, "SPLITS", 2)
     monkeypatch.setitem(cuda._FEW_SPLITS, "BLOCK", 2)
     i, dy = layer((7, 4, 9, 11), order=order, mask=mask_of(mask, (7, 4, 9, 11)))
-    plan = plan_of(i.x)
-    assert plan.sums.sizes[7] > 1  # tiles of a program
-    assert plan.elementwise[0].sizes[7] > 1
-    assert plan.sums.splits > 2
+    tilings = tilings_of(i.x)
+    assert tilings.sums.sizes[7] > 1  # tiles of a program
+    assert tilings.elementwise[0].sizes[7] > 1
+    assert tilings.sums.splits > 2
     check(cuda, i, dy)
 
 
@@ -129,7 +129,7 @@ def test_a_first_tile_may_be_unlike_the_rest(monkeypatch: pytest.MonkeyPatch) ->
     x = data((64, 2, 16, 16)) + np.float32(1000)
     x[:8] = 0
     there = as_torch(x)
-    assert (plan_of(there).sums.sizes[7], plan_of(there).sums.splits) == (8, 1)
+    assert (tilings_of(there).sums.sizes[7], tilings_of(there).sums.splits) == (8, 1)
     _, var = moments(cuda, there)
     np.testing.assert_allclose(var, x.astype("float64").var(AXIS), rtol=1e-6)
 

@@ -34,7 +34,7 @@ class Tiling(NamedTuple):
     known: dict[Any, Any]  # what `launch` has compiled
 
 
-class Plan(NamedTuple):
+class Tilings(NamedTuple):
     """The passes over all activations of one dtype, shape, strides and device, masked or not."""
 
     shape: tuple[int, ...]  # of a per-channel tensor
@@ -47,15 +47,15 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def plan_of(
+def tilings_of(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     dtype: torch.dtype,
     axis: tuple[int, ...],
     device: torch.device,
     is_masked: bool = False,
-) -> Plan | None:
-    """The plan; None if the kernels cannot take such activations."""
+) -> Tilings | None:
+    """The tilings; None if the kernels cannot take such activations."""
     sizes = sizes_in_memory(shape, strides, axis)
     reduced = [strides[i] for i in axis if shape[i] > 1]
     # The elements of a channel must be in memory as those of a mask.
@@ -73,7 +73,7 @@ def plan_of(
         for relu in (False, True)
     )
     payload, arithmetic = forward_payload(C), DTYPES[dtype]
-    return Plan(channels(shape, axis), C, payload, arithmetic, device, sums, (plain, relu))
+    return Tilings(channels(shape, axis), C, payload, arithmetic, device, sums, (plain, relu))
 
 
 def _multiprocessors(device: torch.device) -> int:
