@@ -1,11 +1,14 @@
 """Training on uneven data: ranks without data left take part with empty batches."""
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from numbers import Number
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -23,13 +26,15 @@ class Joined:
     communicator
         The ranks that proceed together.
     absent
-        Whether this rank has a stand-in in the present step, because it has no batch left.
+        Whether this rank has a stand-in in the step fetched last, because it has no batch left.
     """
 
-    def __init__(self, communicator: Communicator, stand_in: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, communicator: Communicator, empty: Callable[[Any], Any] | None = None
+    ) -> None:
         self.communicator = communicator
         self.absent = False
-        self._stand_in = stand_in
+        self._empty = empty
         self._steps: Lockstep | None = None
 
     def __enter__(self) -> "Joined":
@@ -43,7 +48,7 @@ class Joined:
         """This rank's batches, then stand-ins for as long as another rank has any.
 
         Each step is collective: one allreduce of W+1 numbers for W ranks. Another loop may follow
-        after the end of this one.
+        after the end of this one; loops at the same time need a `join` each.
 
         Parameters
         ----------
@@ -58,17 +63,17 @@ class Joined:
             On all ranks, if a rank has no batch at all, of which a stand-in could be made.
         RuntimeError
             On the other ranks, if one rank's iterator raised; on all ranks, if some left the loop
-            while others had batches.
+            while others had batches, or if the loop goes on after another one has begun.
         """
         self.leave()
         stand_in: list[Any] = []  # empty until the first batch
 
         def note(batch: Any) -> int:  # called by Lockstep, which tells the other ranks of an error
             if not stand_in:
-                stand_in.append(self._stand_in(batch))
+                stand_in.append((self._empty or _empty)(batch))
             return 0
 
-        self._steps = Lockstep(
+        steps = self._steps = Lockstep(
             batches,
             self.communicator,
             source="the iterator of the batches",
@@ -76,9 +81,15 @@ class Joined:
             amount=note,
             everywhere=True,
         )
-        for step in self._steps:
+        for step in steps:
             self.absent = step.batch is END
-            yield stand_in[0] if self.absent else step.batch
+            yield _copied(stand_in[0]) if self.absent else step.batch
+            if self._steps is not steps:
+                raise RuntimeError(
+                    "a loop of `join` must end before another one begins, and before its `with` "
+                    "does: got a step of a loop that was left. Make a `join` for each of several "
+                    "loops at a time."
+                )
         self.absent = False
 
     def leave(self) -> None:
@@ -86,6 +97,7 @@ class Joined:
         self.absent = False
         if self._steps is not None:
             self._steps.leave()
+            self._steps = None
 
     def mean(self, losses: Tensor) -> Tensor:
         """This rank's part of the mean of all ranks' losses, of shape `()`; 0 for a stand-in.
@@ -103,19 +115,32 @@ class Joined:
 
         Raises
         ------
+        TypeError
+            If `losses` is no tensor.
         ValueError
             If `losses` is a single number, so already reduced.
+
+        Notes
+        -----
+        A stand-in that a function `empty` has made, not of size 0, counts for nothing only until
+        the next step is fetched: do not fetch ahead there.
         """
+        if not isinstance(losses, Tensor):
+            raise TypeError(
+                f"`losses` must be a tensor: got {type(losses).__qualname__}. Stack its numbers."
+            )
         if losses.ndim == 0:
             raise ValueError(
                 "`losses` must have a number for each sample: got shape (), which is reduced "
                 'already. Pass reduction="none" to the loss function.'
             )
-        count = 0 if self.absent else losses.numel()
+        is_stand_in = self.absent and self._empty is not None  # the default has no elements
+        count = 0 if is_stand_in else losses.numel()
         counts = np.array([count], dtype=np.float64)
         total = allreduce_at(self.communicator, counts, "the mean of join's losses")
-        factor = 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
-        return losses.sum() * factor
+        factor = 0.0 if is_stand_in else self.communicator.size / max(float(total[0]), 1.0)
+        wide = torch.promote_types(losses.dtype, torch.float32)  # the sum of 16 bits may overflow
+        return (losses.to(wide).sum() * factor).to(losses.dtype)
 
 
 def join(
@@ -176,13 +201,14 @@ def join(
     >>> model[0].num_batches_tracked
     tensor(2)
     """
-    return Joined(participants(model, process_group), _empty if empty is None else empty)
+    return Joined(participants(model, process_group), empty)
 
 
 def _empty(batch: Any) -> Any:
     def empty(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf
+            part = leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf
+            return part.requires_grad_(leaf.requires_grad)
         if isinstance(leaf, (str, bytes, Number, type(None))):
             return leaf
         raise _not_emptied("no other object that may hold samples", leaf)
@@ -204,23 +230,40 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
     Of a PackedSequence, the first step, which has all its samples on the first axis.
     """
-    leaves: list[Any] = []
+    if isinstance(batch, PackedSequence):
+        batch = batch.data[: batch.batch_sizes[0]]
+    if isinstance(batch, (list, tuple, MutableMapping)):
+        parts = batch.values() if isinstance(batch, MutableMapping) else batch
+        return [t for part in parts for t in tensors_in(part)]
+    return [batch] if isinstance(batch, Tensor) else []
 
-    def note(leaf: Any) -> None:
-        is_packed = isinstance(leaf, PackedSequence)
-        leaves.append(leaf.data[: leaf.batch_sizes[0]] if is_packed else leaf)
 
-    _map_leaves(note, batch)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def _copied(stand_in: Any) -> Any:
+    """A stand-in that the body of a loop may change."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    with suppress(TypeError):  # of a class that cannot be made anew
+        return _map_leaves(copied, stand_in)
+    return stand_in
 
 
 def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     """`batch` with all that is in its tuples, lists and mappings replaced by `function` of it."""
     if isinstance(batch, MutableMapping):
-        mapping = copy.copy(batch)
-        mapping.update({k: _map_leaves(function, v) for k, v in batch.items()})
+        parts = {k: _map_leaves(function, v) for k, v in batch.items()}
+        # A shallow copy of a class that wraps a dictionary may have the same dictionary.
+        is_plain = isinstance(batch, (dict, UserDict))
+        mapping = copy.copy(batch) if is_plain else copy.deepcopy(batch)
+        mapping.update(parts)
         return mapping
     if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
         items = [_map_leaves(function, item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        try:
+            return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        except TypeError as error:  # of a constructor of its own
+            raise _not_emptied("lists and tuples that can be made anew", batch) from error
     return function(batch)

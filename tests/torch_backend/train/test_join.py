@@ -1,7 +1,7 @@
 """Loops in step, over ranks as threads, and what stands in for a missing batch."""
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.engine.lockstep import END, Lockstep
 from multibn.torch_backend import SyncBatchNorm, join, sync_running_stats, update_bn_stats
-from multibn.torch_backend.train.join import Joined
+from multibn.torch_backend.train.join import Joined, tensors_in
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 
 NEEDS = "torch"
@@ -138,6 +138,104 @@ def test_losses_that_are_reduced_already_are_refused() -> None:
             with pytest.raises(ValueError, match=r'got shape \(\).*Pass reduction="none"'):
                 joined.mean(torch.tensor(1.0))
             np.testing.assert_allclose(joined.mean(torch.tensor([1.0, 2.0])), 1.5)
+
+
+class _Wrapper(MutableMapping[str, Any]):
+    """A batch whose shallow copies have the same dictionary."""
+
+    def __init__(self, **items: Any) -> None:
+        self.wrapped = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.wrapped[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.wrapped[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.wrapped[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.wrapped)
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+
+class _Pair(tuple):
+    def __new__(cls, x: Any, y: Any) -> Any:
+        return super().__new__(cls, (x, y))
+
+
+def test_a_stand_in_may_be_changed() -> None:
+    """It is a new one in each step, and neither is the loader's batch changed for it."""
+
+    def work(world: ThreadCommunicator) -> list[tuple[int, ...]]:
+        first = {"x": torch.ones(2, 3, requires_grad=True), "y": torch.ones(2)}
+        shapes = []
+        for kind in (dict, _Wrapper):
+            batches: Any = [kind(**first) for _ in range(1 if world.rank else 3)]
+            for batch in join(nn.Flatten(), world)(batches):
+                assert batch["x"].requires_grad
+                shapes.append(tuple(batch["x"].unsqueeze(0).shape))
+                del batch["y"]
+                batch["x"] = None
+        return shapes
+
+    here, there = run_ranks(2, work)
+    assert here == [(1, 2, 3)] * 6
+    assert there == [(1, 2, 3), (1, 0, 3), (1, 0, 3)] * 2
+    pair = _Pair(torch.ones(2), torch.ones(3))
+    assert len(tensors_in(pair)) == 2
+    with pytest.raises(
+        TypeError, match=r"lists and tuples that can be made anew: got _Pair\. Pass `"
+    ):
+        next(join(nn.Flatten())([pair]))
+    assert next(join(nn.Flatten(), empty=lambda batch: batch)([pair])) is pair
+
+
+def test_losses_are_those_of_the_batch_in_hand() -> None:
+    """The loop may have fetched another one since."""
+
+    def work(world: ThreadCommunicator) -> list[float]:
+        with join(nn.Flatten(), world) as joined:
+            loop = joined([torch.full((2,), 1.0 + world.rank)] * (1 if world.rank else 3))
+            first, _ = next(loop), next(loop)
+            parts = [float(joined.mean(first))]
+            half = torch.ones(2, 300, 300, dtype=torch.float16)
+            mean = joined.mean(half)
+            assert mean.dtype == torch.float16
+            return [*parts, float(mean)]
+
+    assert sum(part for part, _ in run_ranks(2, work)) / 2 == 1.5
+    assert [half for _, half in run_ranks(2, work)] == [1.0, 1.0]
+    with pytest.raises(TypeError, match="`losses` must be a tensor: got list"):
+        join(nn.Flatten()).mean([1.0])  # type: ignore[arg-type]
+
+
+def _zipped(joined: Joined, data: Any) -> int:
+    return sum(1 for _ in zip(joined(data), joined(data), strict=True))
+
+
+def _nested(joined: Joined, data: Any) -> int:
+    return sum(1 for _ in joined(data) for _ in joined(data))
+
+
+def _left_inside(joined: Joined, data: Any) -> None:
+    for _ in joined(data):
+        joined.leave()
+
+
+@pytest.mark.parametrize("go", [_zipped, _nested, _left_inside])
+def test_loops_at_a_time_need_a_join_each(go: Any) -> None:
+    def work(world: ThreadCommunicator) -> None:
+        data = [torch.ones(2)] * 3
+        with pytest.raises(RuntimeError, match="of `join` must end before another one begins, and"):
+            go(join(nn.Flatten(), world), data)
+        loops = [join(nn.Flatten(), world)(data) for _ in range(2)]
+        assert sum(1 for _ in zip(*loops, strict=True)) == 3
+
+    run_ranks(2, work)
 
 
 def _in_join(model: nn.Module, world: Communicator) -> None:
