@@ -102,7 +102,7 @@ def to_host(x: Array, /) -> np.ndarray[Any, Any]:
         a = x
     elif is_torch_array(x):
         x = x.detach() if x.requires_grad else x
-        x = x if x.is_cpu else x.cpu()
+        x = (x if x.is_cpu else x.cpu()).resolve_conj().resolve_neg()
         if x.dtype.is_floating_point and x.dtype.itemsize < 4:
             x = x.float()
         a = x.numpy()

@@ -8,7 +8,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import length_hint
 from typing import Any
 
 import chainer
@@ -23,7 +22,7 @@ from multibn.chainer_backend.check_sync import participants
 from multibn.chainer_backend.convert import others
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.engine.precise import Pass, Population, input_of
+from multibn.engine.precise import Pass, Population, input_of, length_of
 
 
 class FinetunePopulationStatistics(training.Extension):
@@ -137,7 +136,7 @@ class FinetunePopulationStatistics(training.Extension):
         ):
             for norm in norms:
                 norm.link.start_finetuning()
-            total = length_hint(self._iterator) or None
+            total = length_of(self._iterator) or None
             run.run(self._batches(), self._forward, progress=self._progress, total=total)
         list(run.write())
 

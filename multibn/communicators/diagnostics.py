@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from multibn import wire
 from multibn._platform import launched_processes
 
+# The methods of models and layers that last as long as their calls do.
+_CALLS = {"__call__", "_call_impl", "forward"}
+
 
 def find_module_path(
     part: object, kind: type, named_parts: Callable[[Any], Iterable[tuple[str, object]]], /
@@ -21,9 +24,13 @@ def find_module_path(
     frame = sys._getframe(1)
     running = []
     while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, kind) and candidate is not part:
-            running.append(candidate)
+        # A look at the variables of a frame keeps these alive until the function returns (Python
+        # before 3.13): no look at those of a training loop.
+        name, variables = frame.f_code.co_name, frame.f_code.co_varnames
+        if name in _CALLS and variables[:1] == ("self",):
+            candidate = frame.f_locals.get("self")
+            if isinstance(candidate, kind) and candidate is not part:
+                running.append(candidate)
         frame = frame.f_back  # type: ignore[assignment]
     for model in reversed(running):
         for path, candidate in named_parts(model):

@@ -1,18 +1,20 @@
 """The ranks that act on a model together, and whether their models are equal."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from multibn import wire
 from multibn._arrays import to_host
 from multibn._platform import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
 from multibn.communicators.communicator import gather
+from multibn.communicators.diagnostics import senders
 from multibn.communicators.handshake import agree, look_at_unread
 from multibn.communicators.resolve import default_group
 
@@ -54,6 +56,7 @@ def check_equal(
     *,
     options: Mapping[str, Mapping[str, object]] | None = None,
     ignore: Iterable[str] = (),
+    copied: Callable[[Any], npt.NDArray[Any]] = to_host,
 ) -> None:
     """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
@@ -63,18 +66,41 @@ def check_equal(
 
     `arrays` maps names to arrays of any library and device, or to None for an array without a value
     yet. Names that match `ignore`, or a pattern of it, `"*.running_*"` for example, are left out.
-    `options` are those of the model's layers, by the layers' names. Looks at what layers have sent
-    from GPUs before, see `look_at_unread`.
+    `options` are those of the model's layers, by the layers' names; `copied` makes the copies.
+    Raises TypeError if an array cannot be copied, RuntimeError then on the other ranks. Looks at
+    what layers have sent from GPUs before, see `look_at_unread`.
     """
     look_at_unread()
-    ignored = [ignore] if isinstance(ignore, str) else [*ignore]
+    is_one = isinstance(ignore, str) or not isinstance(ignore, Iterable)
+    ignored: list[Any] = [ignore] if is_one else [*ignore]
+    if not all(isinstance(pattern, str) for pattern in ignored):
+        raise TypeError(f"`ignore` must be a pattern of names, or several: got {ignore!r}.")
     names = [name for name in sorted(arrays) if not any(fnmatchcase(name, p) for p in ignored)]
-    described = {name: _described(arrays[name]) for name in names}
+    described: dict[str, dict[str, str]] = {}
+    copies: list[npt.NDArray[Any]] = []
+    refused: TypeError | None = None
+    for name in names:
+        array: Any = arrays[name]
+        try:
+            copies.append(np.zeros(0) if array is None else copied(array))
+            described[name] = _described(array)
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            refused = TypeError(
+                f"`{name}`, a {type(array).__qualname__}, cannot be compared: "
+                f"{str(error).rstrip('.')}. Leave it out: `ignore={name!r}`."
+            )
     for name, each in sorted((options or {}).items()):
         described[name or "the layer"] = {k: str(v) for k, v in each.items()}
-    copies = [np.zeros(0) if a is None else to_host(a) for a in map(arrays.get, names)]
     digests = [_digest(a.tobytes()) for a in copies]
-    agree(communicator, "check_sync")
+    rank = communicator.rank
+    _, mark = agree(communicator, "check_sync", mark=wire.mark(rank) if refused else 0.0)
+    if refused is not None:
+        raise refused
+    if mark:
+        raise RuntimeError(
+            f"rank {rank} cannot go on: an array of the model cannot be compared on "
+            f"{senders([mark], communicator.size)}. The error raised there says why."
+        )
     mine = [_digest(repr(facts).encode()) for facts in (described, digests)]
     built, held = zip(*gather(mine, communicator), strict=True)
     if len({*built}) > 1:

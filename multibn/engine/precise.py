@@ -1,10 +1,11 @@
 """Running statistics from whole passes over data: one loop for the layers of all backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
+from operator import length_hint
 from typing import Any, TypeAlias
 
 from multibn._arrays import array_namespace, device, is_on_host
@@ -147,6 +148,13 @@ class Pass(Taping):
             if any_data:
                 layer.write(mean, var)
             yield layer, bool(any_data)
+
+
+def length_of(batches: Any, /) -> int:
+    """The number of batches, for a progress bar alone; 0 if they cannot tell."""
+    with suppress(Exception):  # of a rank whose batches may be fine
+        return length_hint(batches)
+    return 0
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:

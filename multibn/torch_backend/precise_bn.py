@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from operator import length_hint
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -26,7 +25,7 @@ from multibn._typing import check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import skips
-from multibn.engine.precise import Estimate, Pass, Population, input_of
+from multibn.engine.precise import Estimate, Pass, Population, input_of, length_of
 from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
 from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import steps
@@ -147,7 +146,7 @@ def update_bn_stats(
         return
     left_out: set[str] = set()
     forward = forward_fn or partial(_forward, left_out=left_out)
-    known = [n for n in (num_iters, length_hint(data_loader)) if n]
+    known = [n for n in (num_iters, length_of(data_loader)) if n]
     world = participants(model, process_group)
     run = Pass(layers, world, title="precise batch norm", source="`data_loader`")
     with _unchanged(inner), torch.no_grad(), ExitStack() as hooks:
@@ -286,7 +285,7 @@ class _MeanOfVar(PopulationEstimator):
         n = wire.forward_payload(mean.numel())
         batch = aggregate(moments, during(self._shared_by, "forward", mean.dtype, n))
         var = running_variance(batch, local_count=0)
-        has_data = float(moments.count > 0)
+        has_data = steps.as_wide(batch.count > 0)  # on all ranks that share the batch
         return steps.pack(batch.mean, var, has_data, has_data)
 
     def estimate(self, communicator: Communicator, /) -> Estimate:

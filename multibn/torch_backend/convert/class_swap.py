@@ -30,9 +30,6 @@ _classes = dict(_TORCHS)
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
 _ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_num_splits"}
 
-# Attributes of these names have another meaning in layers of other classes, which are refused.
-NAMES = sorted({n for n in dir(SyncBatchNorm(1)) if n[0] != "_"} - set(dir(nn.SyncBatchNorm(1))))
-
 
 def derive(layer: Any, /) -> SyncBatchNorm:
     """Change the class of `layer` to one that is synchronized; its `configure` must follow."""
@@ -124,6 +121,11 @@ class _OwnForward(_Derived):
         if sharing.reached and not (self._shares or torch.compiler.is_compiling()):
             self._shares = True
         return y
+
+
+# Attributes of these names have another meaning in layers of other classes, which are refused.
+_OWN = {*dir(SyncBatchNorm(1)), *dir(_OwnForward)} - {*dir(nn.SyncBatchNorm(1))}
+NAMES = sorted(name for name in _OWN if not name.startswith("__"))
 
 
 class _Sharing(functional.BatchNormMode):

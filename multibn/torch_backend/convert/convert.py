@@ -3,7 +3,7 @@
 import warnings
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +22,7 @@ from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import compiled, data_parallel, functional
 from multibn.torch_backend.layer.autograd import running_of
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase
-from multibn.torch_backend.layer.modules import SyncBatchNorm
+from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 from multibn.torch_backend.layer.sub_batch_norm import Part
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -47,6 +47,9 @@ class BatchNorm(_BatchNorm):
     def forward(
         self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
+            return call_node(self, input, **options)
         if mask is lengths is None:
             return super().forward(input)
         mask = compiled.mask_of(input, mask, lengths, self.num_features, LOCAL)

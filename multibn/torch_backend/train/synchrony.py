@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from multibn._arrays import to_host
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.handshake import agree, allreduce_at
@@ -49,8 +50,8 @@ def check_sync(
     Parameters
     ----------
     model
-        Parameters and buffers are compared, under the names of the state dict. They must not be
-        sharded.
+        Parameters and buffers are compared, under the names of the state dict. Of a sharded model,
+        each rank has other parts: compare its full state instead.
     process_group
         The ranks to compare, anything that `multibn.as_communicator` takes. Default: the ranks of a
         DistributedDataParallel in the model; else the largest group of its synchronized layers, or
@@ -64,6 +65,9 @@ def check_sync(
     ValueError
         If `process_group` is None and a launcher started several processes, but neither the model's
         layers nor torch.distributed name any process but this one.
+    TypeError
+        If an array is sharded, quantized, nested or without data, or `ignore` is no pattern; on the
+        other ranks RuntimeError.
     RuntimeError
         On all ranks. If values differ, the message has names, ranks and largest differences from
         rank 0; if the models are built differently, the additional and the missing names.
@@ -76,14 +80,20 @@ def check_sync(
     >>> check_sync(model)  # passes on one rank
     """
     named = chain(model.named_parameters(), model.named_buffers())
-    dense = ((name, t if is_lazy(t) or not t.is_sparse else t.to_dense()) for name, t in named)
-    arrays = {name: None if is_lazy(t) else t for name, t in dense}
+    arrays = {name: None if is_lazy(t) else t for name, t in named}
     options = {
         name: vars(layer.norm_options)
         for name, layer in model.named_modules()
         if isinstance(layer, SyncNormBase)
     }
-    check_equal(arrays, participants(model, process_group), options=options, ignore=ignore)
+    ranks = participants(model, process_group)
+    check_equal(arrays, ranks, options=options, ignore=ignore, copied=_copied)
+
+
+def _copied(t: Tensor) -> Any:
+    if dtensors.among([t]):
+        raise TypeError("each rank has a part of it.")
+    return to_host(t if t.layout is torch.strided else t.to_dense())
 
 
 @torch.no_grad()
@@ -171,7 +181,7 @@ def average_gradients(
     Raises
     ------
     TypeError
-        If a parameter is sharded.
+        If a parameter is sharded, or no tensor.
     ValueError
         For `process_group` as `check_sync`; for an iterator without a parameter left.
     RuntimeError
@@ -203,6 +213,11 @@ def average_gradients(
         raise TypeError(
             "`parameters` must not be sharded: got a DTensor. FSDP averages gradients by itself: "
             "leave this call out."
+        )
+    if wrong := [p for p in parameters if not isinstance(p, Tensor)]:
+        raise TypeError(
+            f"`parameters` must be tensors: got {type(wrong[0]).__qualname__}. Pass the model, or "
+            "model.parameters()."
         )
     communicator = participants(model, process_group)
     dtypes = [getattr(p, "grad_dtype", None) or p.dtype for p in parameters]

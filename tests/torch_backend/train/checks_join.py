@@ -92,6 +92,40 @@ def check_uneven_training_equals_one_process(world: Communicator) -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
+def check_arrays_of_any_kind_are_compared_or_named(world: Communicator) -> None:
+    turned, eye = torch.tensor([1j, 2]).conj(), torch.eye(3)
+    model: Any = nn.Module()
+    for right in (turned, turned.imag, eye.to_sparse(), eye.to_sparse_csr(), eye[:0]):
+        model.register_buffer("b", right)
+        expect_in_sync(model, world)
+    for wrong in (
+        torch.ones(2, device="meta"),
+        torch.ones(2, dtype=torch.complex32),
+        torch.nested.nested_tensor([eye, eye], layout=torch.jagged),
+    ):
+        model.register_buffer("b", wrong if world.rank == 1 else eye)
+        kind, message = (
+            RuntimeError,
+            r"an array of the model cannot be compared on rank\(s\) \[1\] o",
+        )
+        if world.rank == 1:
+            kind, message = (
+                TypeError,
+                r"`b`, a \w+, cannot be compared: .*\. Leave it out: `ignore='b'",
+            )
+        with pytest.raises(kind, match=message):
+            expect_in_sync(model, world)
+    for ignore in (3, [3]):
+        with pytest.raises(
+            TypeError, match=r"`ignore` must be a pattern of names, or several: got"
+        ):
+            expect_in_sync(model, world, ignore=ignore)
+    with pytest.raises(
+        TypeError, match=r"`parameters` must be tensors: got tuple\. Pass the model"
+    ):
+        average_gradients(nn.Linear(1, 1).named_parameters(), world)
+
+
 def check_a_function_on_some_ranks_and_a_layer_on_others_are_told(world: Communicator) -> None:
     model = SyncBatchNorm(3, process_group=world)
     for place, function in PLACES.items():
