@@ -173,7 +173,10 @@ def unconvertible() -> dict[str, tuple[nn.Module, str]]:
     patched.forward = patched.forward
     named: Any = nn.BatchNorm2d(3)
     named.pool = 2
+    private: Any = nn.BatchNorm2d(3)
+    private._num_splits = 2
     return {
+        "private": (private, "BatchNorm2d: it has an attribute '_num_splits', a name of Sync"),
         "named": (named, "BatchNorm2d: it has an attribute 'pool', a name of SyncBatchNorm's own."),
         "parametrized": (parametrized, "ParametrizedBatchNorm2d: it is parametrized. Remove"),
         "lazy": (nn.LazyBatchNorm2d(), "LazyBatchNorm2d: it has not seen an input. Run the model"),
@@ -190,11 +193,11 @@ def test_what_cannot_be_converted_is_one_message() -> None:
     model["more"] = nn.Sequential(nn.BatchNorm2d(3), *(EvoNorm() for _ in range(43)))
     classes = [type(part) for part in model.modules()]
     with pytest.raises(
-        TypeError, match=r"^50 layer\(s\) stay as they are, their statistics are not"
+        TypeError, match=r"^51 layer\(s\) stay as they are, their statistics are not"
     ):
         convert_sync_batchnorm(model, strict=True)
     assert [type(part) for part in model.modules()] == classes
-    with pytest.warns(UserWarning, match=r"^50 layer\(s\) stay as they are") as caught:
+    with pytest.warns(UserWarning, match=r"^51 layer\(s\) stay as they are") as caught:
         convert_sync_batchnorm(model)
     assert len(caught) == 1
     assert caught[0].filename == __file__

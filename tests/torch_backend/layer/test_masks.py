@@ -140,11 +140,12 @@ class Masked(nn.Module):
 
 
 def test_a_graph_of_torch_fx_passes_the_lengths_on() -> None:
-    model = Masked(layer_of())
-    graph = torch.fx.symbolic_trace(model)
-    assert "lengths = lengths" in graph.code
-    x, lengths, _ = batch(0)
-    assert torch.equal(graph(x, lengths), model(x, lengths))
+    for layer in (layer_of(), revert_sync_batchnorm(layer_of())):
+        model = Masked(layer)
+        graph = torch.fx.symbolic_trace(model)
+        assert "lengths = lengths" in graph.code
+        x, lengths, _ = batch(0)
+        assert torch.equal(graph(x, lengths), model(x, lengths))
 
 
 def test_update_bn_stats_measures_a_model_by_its_masks() -> None:

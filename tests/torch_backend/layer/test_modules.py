@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from multibn.torch_backend import (
     SyncBatchNorm,
     sync_batch_norm,
 )
-from tests.helpers.ranks import errors_of_rank_0
+from tests.helpers.ranks import errors_of_rank_0, run_ranks
 
 NEEDS = "torch"
 
@@ -262,6 +263,23 @@ def test_what_is_on_another_device_is_refused_on_all(name: str) -> None:
     if name != "the input":
         told = f"`{name}` must be on the device of the input, cpu: got meta"
     errors_of_rank_0(call, ValueError, told)
+
+
+def test_the_search_for_a_layers_name_keeps_no_batch() -> None:
+    """Python before 3.13 keeps the variables of a frame that somebody has looked at."""
+
+    class Trainer:
+        def __init__(self, group: Any) -> None:
+            self.model = nn.Sequential(SyncBatchNorm(3, process_group=group))
+
+        def train(self) -> tuple[str, Any]:
+            x = torch.randn(4, 3)
+            alive = ref(x)
+            self.model(x)
+            del x
+            return self.model[0].layer_communicator.name, alive()
+
+    assert run_ranks(2, lambda group: Trainer(group).train()) == [("0", None)] * 2
 
 
 def test_a_residual_alone_may_need_second_derivatives() -> None:
