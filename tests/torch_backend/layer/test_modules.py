@@ -277,7 +277,8 @@ def test_the_search_for_a_layers_name_keeps_no_batch() -> None:
             alive = ref(x)
             self.model(x)
             del x
-            return self.model[0].layer_communicator.name, alive()
+            layer: Any = self.model[0]
+            return layer.layer_communicator.name, alive()
 
     assert run_ranks(2, lambda group: Trainer(group).train()) == [("0", None)] * 2
 
