@@ -3,13 +3,14 @@
 import argparse
 import inspect
 import json
+import os
 import shutil
 import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from multibn import __version__, checkpoint, info
 from multibn.check import command as check
@@ -27,10 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if argv is None:  # a process of the command's own: SIGTERM must run `finally` blocks
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        # A path may have letters that the terminal has not.
+        cast("Any", sys.stdout).reconfigure(errors="backslashreplace")
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader has ended; a file was written before the first line
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (FloatingPointError, ImportError, OSError, ValueError) as error:
         cure = ""
         if isinstance(error, ModuleNotFoundError) and str(error).startswith("No module named"):

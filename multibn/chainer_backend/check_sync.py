@@ -62,7 +62,7 @@ def check_sync(
             if value is None or isinstance(value, chainer.get_array_types()):
                 arrays[f"{path.rstrip('/')}/{name}"] = value
     options = {
-        path: vars(LinkOptions.of(link))
+        path.rstrip("/"): vars(LinkOptions.of(link))
         for path, link in model.namedlinks()
         if isinstance(link, MultiNodeBatchNormalization)
     }

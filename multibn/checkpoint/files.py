@@ -17,6 +17,9 @@ from multibn._typing import Array
 # The framework that reads a file, by its suffix.
 FRAMEWORKS = {".npz": "chainer", ".pt": "torch", ".pth": "torch", ".safetensors": "torch"}
 
+# Names that mean something else to the library that writes a file.
+_RESERVED = {".npz": {"file", "allow_pickle"}, ".safetensors": {"__metadata__"}}
+
 _HDF5 = "HDF5 is not read: load the file in Chainer by load_hdf5, and save it by save_npz."
 
 # Arrays of zeros compress a thousandfold, so a small file may hold much more than its size. A file
@@ -77,6 +80,11 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
     """Replace `path`, or the target of the link `path`, by a new file when this is complete."""
+    if taken := sorted(_RESERVED.get(path.suffix.lower(), set()) & state.keys()):
+        raise CheckpointError(
+            f"{path}: no array of a {path.suffix} file can have the name {taken[0]!r}. Give it "
+            "another one by `names`."
+        )
     real = Path(os.path.realpath(path))
     if not real.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder: make it first", str(real.parent))

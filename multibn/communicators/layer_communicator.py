@@ -383,12 +383,21 @@ class LayerPhase(Forwarding):
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
             explained(layer.name, layer.communicator, None, layer.texts())
+            if len({*gradients}) == 1:
+                log_and_raise(
+                    TypeError,
+                    f"`allreduce` of {type(self._group).__qualname__} must return the sum over "
+                    f"{self._size} ranks, an array of float64 like its argument: the sums in "
+                    f"{self} are of other numbers, although all ranks are there. Correct this "
+                    "method.",
+                )
             log_and_raise(
                 RuntimeError,
                 "the ranks differ in whether a backward pass may follow: "
                 f"{group_ranks_by(gradients)}. Those with gradients would wait for the others: "
                 "compute gradients on all ranks or on none, and freeze the same layers on all of "
-                "them. A rank that validates under torch.no_grad() must call model.eval() before.",
+                "them. A rank that validates must be in evaluation: model.eval(), or in Chainer "
+                "chainer.using_config('train', False).",
             )
         texts = next(each for each in (texts, *others) if len({*each}) > 1)
         log_and_raise(

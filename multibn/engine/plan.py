@@ -16,6 +16,7 @@ from multibn._arrays import is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator, LayerPhase
+from multibn.communicators.nonfinite import name_of
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.running import StepAccumulator, update_running
 from multibn.kernels import BatchStatistics, reference, steps
@@ -172,8 +173,8 @@ class Plan:
             rank, size = self.communicator.rank, self.communicator.size
             raise ValueError(
                 "`mask` or `lengths` must leave an element of the batch: got none over "
-                f"{size} rank(s) together, with an input of shape {tuple(args.x.shape)} "
-                f"on rank {rank}."
+                f"{size} rank(s) together in {name_of(self.communicator)}, with an input of shape "
+                f"{tuple(args.x.shape)} on rank {rank}."
             )
 
     def backward(self, g: Gradient, /, *, means: bool = False, by_verbs: bool = False) -> Gradients:

@@ -177,7 +177,8 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
         return
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "
-        f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
+        f"all ranks together: got 1 on {communicator.size} rank(s) in "
+        f"{nonfinite.name_of(communicator)}, with an input of shape "
         f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last "
         "one, or evaluate with running statistics."
     )

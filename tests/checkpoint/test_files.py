@@ -318,6 +318,20 @@ def test_what_is_written_has_the_modes_of_a_new_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(old.stat().st_mode) == 0o640
 
 
+@pytest.mark.parametrize(
+    "name, suffix", [("file", ".npz"), ("allow_pickle", ".npz"), ("__metadata__", ".safetensors")]
+)
+def test_names_that_a_library_takes_for_something_else_are_refused(
+    name: str, suffix: str, tmp_path: Path
+) -> None:
+    """NumPy would leave the array out, or nobody could read the file."""
+    path = tmp_path / f"model{suffix}"
+    message = f"no array of a {suffix} file can have the name '{name}'. Give it another one by `n"
+    with pytest.raises(CheckpointError, match=message):
+        files.write(path, {"w": np.ones(2), name: np.ones(3)})
+    assert not path.exists()
+
+
 def test_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "real.pt").write_bytes(BEFORE)
     (tmp_path / "latest.pt").symlink_to("real.pt")

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -107,3 +108,17 @@ def test_this_process_has_no_mpi_and_no_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     assert distributed is None or not distributed.is_initialized()
     assert "RANK" not in os.environ
+
+
+def test_a_program_may_finalize_mpi_itself(tmp_path: Path) -> None:
+    """At the end of the process nothing is sent any more."""
+    require.need("torch", "mpiexec")
+    (tmp_path / "program.py").write_text(
+        "import torch\nfrom mpi4py import MPI\nfrom multibn.torch import SyncBatchNorm\n"
+        "groups = [MPI.COMM_WORLD, MPI.COMM_WORLD.Split(0)]\n"
+        "layers = [SyncBatchNorm(3, process_group=group) for group in groups]\n"
+        "for layer in layers:\n    layer(torch.randn(4, 3)).sum()\n"
+        "MPI.Finalize()\n"
+    )
+    ran = launch.run("mpiexec", 2, str(tmp_path / "program.py"), real=True)
+    assert ran.returncode == 0, ran.stdout

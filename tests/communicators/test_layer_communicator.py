@@ -101,6 +101,31 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
     assert error.endswith(" on rank 0. Correct this method.")
 
 
+def test_a_later_sum_that_is_none_is_a_mistake_of_the_class_too() -> None:
+    def work(world: ThreadCommunicator) -> Exception:
+        is_wrong: list[bool] = []
+
+        def allreduce(x: Any) -> Any:
+            off = 1e-9 if is_wrong and is_wrong.pop() else 0.0
+            return world.allreduce(x) * (1 + off)
+
+        own = SimpleNamespace(rank=world.rank, size=2, allreduce=allreduce, split=None)
+        phase = Phase(own, "0")
+        phase.allreduce(np.ones(LENGTH))
+        is_wrong.append(True)
+        with pytest.raises(TypeError) as raised:
+            phase.allreduce(np.ones(LENGTH))
+        return raised.value
+
+    for error in run_ranks(2, work):
+        assert re.fullmatch(
+            r"`allreduce` of SimpleNamespace must return the sum over 2 ranks, an array of float64 "
+            r"like its argument: the sums in layer 0 \(forward, .*\) are of other numbers, "
+            r"although all ranks are there\. Correct this method\.",
+            str(error),
+        )
+
+
 class _Own:
     """A user's own class, whose transport refuses messages of unlike lengths."""
 

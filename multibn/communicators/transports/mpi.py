@@ -252,6 +252,10 @@ class _Board(StatusBoard):
         self._sent: list[Any] = []  # requests and what they send, which must stay in memory
 
     def publish(self, notice: Status, /) -> None:
+        from mpi4py import MPI as mpi
+
+        if mpi.Is_finalized():  # by the program, all ranks of which have come there
+            return
         data = json.dumps(notice).encode()
         for rank in self._others:
             self._sent.append((self._comm.Isend(data, rank), data))
