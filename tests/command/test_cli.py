@@ -77,6 +77,15 @@ def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch:
     assert message in _said(monkeypatch, *present)
 
 
+def test_a_reader_that_has_ended_is_no_error() -> None:
+    command = f"{sys.executable} -m multibn info | true"
+    ran = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=100,
+        cwd=ROOT, env=environment(),
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 def test_sources_that_hide_an_installation_are_told_apart(tmp_path: Path) -> None:
     """Python finds the sources of the present folder first, where nothing was built."""
     sources, installed = tmp_path / "sources", tmp_path / "installed"
