@@ -266,7 +266,8 @@ def test_a_mask_that_leaves_nothing_is_an_error_on_every_rank(weighting: Any) ->
             n = num_samples[rank]
             message = (
                 r"`mask` or `lengths` must leave an element of the batch: got none over 2 rank"
-                rf"\(s\) together in SyncBatchNorm, with an input of shape \({n}, 3, 7\) on rank {rank}\."
+                r"\(s\) together in SyncBatchNorm, with an input of shape "
+                rf"\({n}, 3, 7\) on rank {rank}\.$"
             )
             with pytest.raises(ValueError, match=message) if any(num_samples) else nullcontext():
                 layer(
