@@ -73,6 +73,16 @@ def raise_for_refusal(
     )
 
 
+def raise_for_sum(communicator: Any, got: str) -> NoReturn:
+    """Raise where a class of the user's own does not sum."""
+    log_and_raise(
+        TypeError,
+        f"`allreduce` of {type(communicator).__qualname__} must return the sum over "
+        f"{communicator.size} ranks, an array like its argument: got {got}, on rank "
+        f"{communicator.rank}. Correct this method.",
+    )
+
+
 # The end of an error about ranks that do not meet.
 ALIKE = (
     "All ranks must run the same layers in the same order, with the same dtype, and none may "

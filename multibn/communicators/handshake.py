@@ -20,7 +20,12 @@ from multibn.communicators.channel import (
     raise_for_kinds,
 )
 from multibn.communicators.communicator import gather, resolved
-from multibn.communicators.diagnostics import display_name, group_ranks_by, log_and_raise
+from multibn.communicators.diagnostics import (
+    display_name,
+    group_ranks_by,
+    log_and_raise,
+    raise_for_sum,
+)
 from multibn.communicators.unread import Unread
 
 
@@ -222,10 +227,5 @@ def _sum(numbers: HostArray, communicator: Any) -> HostArray:
     summed: Any = communicator.allreduce(numbers)
     like = [(type(a), getattr(a, "dtype", None), np.shape(a)) for a in (numbers, summed)]
     if like[0] != like[1] or summed.tolist() == own:
-        log_and_raise(
-            TypeError,
-            f"`allreduce` of {type(communicator).__qualname__} must return the sum over "
-            f"{communicator.size} ranks, an array like its argument, {numbers!r}: got {summed!r} "
-            f"on rank {communicator.rank}. Correct this method.",
-        )
+        raise_for_sum(communicator, f"{summed!r} for {numbers!r}")
     return summed

@@ -38,6 +38,7 @@ from multibn.communicators.diagnostics import (
     group_ranks_by,
     log_and_raise,
     raise_for_refusal,
+    raise_for_sum,
 )
 from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
 from multibn.communicators.unread import COPIED, Summed, is_captured, stream_of
@@ -384,13 +385,7 @@ class LayerPhase(Forwarding):
         if len({*places}) == 1:
             explained(layer.name, layer.communicator, None, layer.texts())
             if len({*gradients}) == 1:
-                log_and_raise(
-                    TypeError,
-                    f"`allreduce` of {type(self._group).__qualname__} must return the sum over "
-                    f"{self._size} ranks, an array of float64 like its argument: the sums in "
-                    f"{self} are of other numbers, although all ranks are there. Correct this "
-                    "method.",
-                )
+                raise_for_sum(self._group, f"other numbers in {self}, where all ranks are")
             log_and_raise(
                 RuntimeError,
                 "the ranks differ in whether a backward pass may follow: "

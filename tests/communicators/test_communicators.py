@@ -111,7 +111,7 @@ def test_this_process_has_no_mpi_and_no_group() -> None:
 
 
 def test_a_program_may_finalize_mpi_itself(tmp_path: Path) -> None:
-    """At the end of the process nothing is sent any more."""
+    """Nothing is sent any more at the end of the process."""
     require.need("torch", "mpiexec")
     (tmp_path / "program.py").write_text(
         "import torch\nfrom mpi4py import MPI\nfrom multibn.torch import SyncBatchNorm\n"

@@ -82,9 +82,9 @@ def test_unlike_channels_are_named_before_messages_of_unlike_sizes(ones: Any) ->
 @pytest.mark.parametrize(
     "allreduce, found",
     [
-        (lambda x: None, "got None on"),
+        (lambda x: None, "got None for"),
         (lambda x: (2 * x).tolist(), "got ["),
-        (lambda x: (2 * x).astype("float32"), "dtype=float32) on"),
+        (lambda x: (2 * x).astype("float32"), "dtype=float32) for"),
         (lambda x: 2 * x[1:], "got array(["),
         (lambda x: x.copy(), "got array(["),  # a mean, for example
     ],
@@ -119,9 +119,9 @@ def test_a_later_sum_that_is_none_is_a_mistake_of_the_class_too() -> None:
 
     for error in run_ranks(2, work):
         assert re.fullmatch(
-            r"`allreduce` of SimpleNamespace must return the sum over 2 ranks, an array of float64 "
-            r"like its argument: the sums in layer 0 \(forward, .*\) are of other numbers, "
-            r"although all ranks are there\. Correct this method\.",
+            r"`allreduce` of SimpleNamespace must return the sum over 2 ranks, an array like its "
+            r"argument: got other numbers in layer 0 \(forward, .*\), where all ranks are, on rank "
+            r"\d\. Correct this method\.",
             str(error),
         )
 

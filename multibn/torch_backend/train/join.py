@@ -81,16 +81,19 @@ class Joined:
             amount=note,
             everywhere=True,
         )
-        for step in steps:
-            self.absent = step.batch is END
-            yield _copied(stand_in[0]) if self.absent else step.batch
-            if self._steps is not steps:
-                raise RuntimeError(
-                    "a loop of `join` must end before another one begins, and before its `with` "
-                    "does: got a step of a loop that was left. Make a `join` for each of several "
-                    "loops at a time."
-                )
-        self.absent = False
+        try:
+            for step in steps:
+                self.absent = step.batch is END
+                yield _copied(stand_in[0]) if self.absent else step.batch
+                if self._steps is not steps:
+                    raise RuntimeError(
+                        "a loop of `join` must end before another one begins, and before its "
+                        "`with` does: got a step of a loop that was left. Make a `join` for each "
+                        "of several loops at a time."
+                    )
+        finally:  # also of a loop that was left by `break`
+            if self._steps is steps:
+                self.absent = False
 
     def leave(self) -> None:
         """End a loop that was left by `break`: no error if all ranks left in the same step."""
