@@ -37,7 +37,7 @@ infinity = of_rank_1(
 refused = of_rank_1(
     "an input that does not fit on a rank",
     lambda trial: trial.set_in_network("misses_stem"),
-    says=r"the input of layer1\.0\.bn1 was refused on rank\(s\) \[1\] of 3|"
+    says=r"layer1\.0\.bn1 \(forward, .*\): an input was refused on rank\(s\) \[1\] of 3|"
     r"must have (4 channels|channels of shape \(4,\))",
 )
 

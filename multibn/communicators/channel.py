@@ -215,7 +215,7 @@ def raise_for_kinds(communicator: Any, kind: str, text: str, head: list[float]) 
     `head` is the sum of the heads.
     """
     if wire.is_refused(head):
-        raise_for_refusal(communicator, head[:1], "a layer", f", in {text}")
+        raise_for_refusal(communicator, head[:1], text)
     kinds, texts = zip(*gather((kind, text), communicator), strict=True)
     if len({*kinds}) > 1:
         log_and_raise(

@@ -62,13 +62,11 @@ def senders(marks: Sequence[float], size: int) -> str:
     return f"rank(s) {ranks} of {size}" if ranks else "some rank"
 
 
-def raise_for_refusal(
-    communicator: Any, marks: Sequence[float], name: str, place: str = ""
-) -> NoReturn:
-    """Raise, at a `place`, where ranks that have sent marks have refused the input of a layer."""
+def raise_for_refusal(communicator: Any, marks: Sequence[float], place: str) -> NoReturn:
+    """Raise, at a `place`, where ranks that have sent marks have refused an input, here or not."""
     log_and_raise(
         RuntimeError,
-        f"rank {communicator.rank} cannot go on{place}: the input of {name} was refused on "
+        f"rank {communicator.rank} cannot go on, in {place}: an input was refused on "
         f"{senders(marks, communicator.size)}. The error raised there says why.",
     )
 

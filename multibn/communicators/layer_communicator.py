@@ -37,7 +37,6 @@ from multibn.communicators.diagnostics import (
     display_name,
     group_ranks_by,
     log_and_raise,
-    raise_for_refusal,
     raise_for_sum,
 )
 from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
@@ -376,8 +375,6 @@ class LayerPhase(Forwarding):
         `head` is the sum of heads, from which a refusal is known; all ranks see the same.
         """
         layer = self.layer
-        if wire.is_refused(head):
-            raise_for_refusal(self, head[:1], display_name(layer.name))
         raise_for_kinds(layer.communicator, "layer", str(self), head)
         calls = f"{self}", *(f"{self}, {fact}" for fact in self._facts)
         answers = gather([self._place, *calls], layer.communicator)

@@ -60,7 +60,7 @@ def raise_if_nonfinite(
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
     marks = wire.marks(summed)
     if wire.is_refusal(summed):
-        raise_for_refusal(communicator, marks, name)
+        raise_for_refusal(communicator, marks, name.rstrip(","))
     if not marks:
         return
     where = senders(marks, communicator.size)

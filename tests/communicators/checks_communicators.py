@@ -149,7 +149,11 @@ def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -
     with standin_cupy.installed() as cupy:
         for last, kind, expected in (
             (1.0, FloatingPointError, r"of bn are not finite: .* on rank\(s\) \[1\] of"),
-            (np.nan, RuntimeError, r"the input of bn was refused on rank\(s\) \[1\] of"),
+            (
+                np.nan,
+                RuntimeError,
+                r"in bn \(forward, .*\): an input was refused on rank\(s\) \[1\] of",
+            ),
         ):
             payload = np.full(8, mark if world.rank == 1 else 1.0)
             payload[-2:] = (mark, np.nan) if world.rank == 1 and last != 1 else (1.0, 1.0)
@@ -366,10 +370,16 @@ def check_a_refused_input_is_told_in_any_message(world: Communicator) -> None:
         phase.allreduce(np.ones(2 * C + 2))
     check_sync = partial(consistency.check_equal, {}, communicator)
     others: list[tuple[Callable[[], object], str]] = [
-        (lambda: layers[1].allreduce(np.ones(12)), "the input of bn5 was refused on rank(s) [1]"),
-        (lambda: layers[0].allreduce(np.ones(8)), "the input of bn3 was refused on rank(s) [1]"),
+        (
+            lambda: layers[1].allreduce(np.ones(12)),
+            "in bn5 (forward, float32, call 2): an input was refused on rank(s) [1]",
+        ),
+        (
+            lambda: layers[0].allreduce(np.ones(8)),
+            "in bn3 (forward, float32, call 2): an input was refused on rank(s) [1]",
+        ),
         (lambda: communicator.allreduce(np.ones(1)), "in a sum of float64 numbers of shape (1,)"),
-        (check_sync, "in check_sync: the input of a layer was refused on rank(s) [1]"),
+        (check_sync, "in check_sync: an input was refused on rank(s) [1]"),
         (lambda: Phase(communicator, "new").allreduce(np.ones(8)), "in the first message of new"),
     ]
     for send, told in others:

@@ -182,7 +182,7 @@ def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
         return ""
 
     error = run_ranks(2, work)[1]
-    assert error.startswith("rank 1 cannot go on, in average_gradients: the input of a layer was")
+    assert error.startswith("rank 1 cannot go on, in average_gradients: an input was refused on")
 
 
 def test_a_refused_input_meets_a_layer_of_another_width() -> None:
@@ -199,7 +199,8 @@ def test_a_refused_input_meets_a_layer_of_another_width() -> None:
         return str(raised.value)
 
     assert run_ranks(2, work)[0].startswith(
-        "rank 0 cannot go on: the input of bn1 was refused on rank(s) [1] of 2. The error raised"
+        "rank 0 cannot go on, in bn1 (forward, float32, call 2): an input was refused on rank(s) "
+        "[1] of 2. The error raised"
     )
 
 
@@ -306,8 +307,8 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
         pytest.param(
             np.nan,
             RuntimeError,
-            r"^rank {rank} cannot go on: the input of an earlier call, bn \(forward, float32, call "
-            r"1\), was refused on some rank\. The error raised there says why\.$",
+            r"^rank {rank} cannot go on, in an earlier call, bn \(forward, float32, call 1\): an "
+            r"input was refused on some rank\. The error raised there says why\.$",
             id="a refusal is told to every rank",
         ),
     ],

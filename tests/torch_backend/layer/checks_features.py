@@ -223,7 +223,7 @@ def check_compiled_layers_refuse_on_all_ranks(world: Communicator) -> None:
             layer(mine if last else x)
         except (ValueError, TypeError, RuntimeError, FloatingPointError) as error:
             errors.append(f"{type(error).__name__}: {error}")
-    refused = f"RuntimeError: rank {world.rank} cannot go on: .* refused on rank"
+    refused = f"RuntimeError: rank {world.rank} cannot go on, in .* refused on rank"
     expected = [refused, "FloatingPointError: .* are not finite", refused]
     if last:
         expected = ["ValueError: .* must have 3 channels", expected[1], "TypeError: .* torch.int64"]
