@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from multibn import __version__, checkpoint, info
 from multibn.check import command as check
@@ -28,8 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if argv is None:  # a process of the command's own: SIGTERM must run `finally` blocks
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        # A path may have letters that the terminal has not.
-        cast("Any", sys.stdout).reconfigure(errors="backslashreplace")
     try:
         status = args.run(args)
         sys.stdout.flush()
