@@ -75,7 +75,7 @@ def importable(name: str) -> bool:
 
 
 def missing_parts_cure() -> str:
-    """What to do where the parts are missing that a C compiler makes."""
+    """The cure where the parts are missing that a C compiler makes."""
     here = Path(__file__).parent
     folders = [Path(str(d.locate_file(here.name))) for d in metadata.distributions(name=here.name)]
     if hidden := [each for each in folders if each.exists() and not each.samefile(here)]:

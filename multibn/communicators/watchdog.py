@@ -242,7 +242,7 @@ class Watchdog:
         )
 
     def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> tuple[str, str]:
-        """What has kept this rank waiting for so long; and what to do, besides looking for it."""
+        """Two texts: for whom this rank waits, with the likely cause; and what else helps."""
         waited = f"rank {self.rank} has waited {seconds:g} s in {text}"
         absent = self._absent(notices)
         if not absent:

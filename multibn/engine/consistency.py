@@ -119,7 +119,7 @@ def _digest(content: bytes) -> str:
 
 
 def _how_built(described: Mapping[str, Mapping[str, str]], communicator: Communicator) -> str:
-    """What each rank has and rank 0 lacks, and the other way round. Collective."""
+    """The arrays and options by which each rank differs from rank 0. Collective."""
     first, *others = gather(described, communicator)
     lines = []
     for rank, own in enumerate(others, start=1):

@@ -108,7 +108,7 @@ def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
 
 
 def _cure(mask: tuple[int, ...], x: tuple[int, ...]) -> str:
-    """What to do about a mask of a shape that does not fit the shape of the input."""
+    """The cure for a mask whose shape does not fit the shape of the input, if there is one."""
     if mask == x[:-1]:
         return " Transpose an input with its channels last before, and its output after."
     return " Leave the axis of the channels out: mask[:, 0]." if len(mask) == len(x) else ""

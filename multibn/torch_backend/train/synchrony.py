@@ -87,10 +87,10 @@ def check_sync(
         if isinstance(layer, SyncNormBase)
     }
     ranks = participants(model, process_group)
-    check_equal(arrays, ranks, options=options, ignore=ignore, copied=_copied)
+    check_equal(arrays, ranks, options=options, ignore=ignore, copied=_dense_on_host)
 
 
-def _copied(t: Tensor) -> Any:
+def _dense_on_host(t: Tensor) -> Any:
     if dtensors.among([t]):
         raise TypeError("each rank has a part of it.")
     return to_host(t if t.layout is torch.strided else t.to_dense())

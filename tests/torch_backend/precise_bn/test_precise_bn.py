@@ -367,6 +367,17 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
             precise(layer, [[torch.ones(4, 3, 8, 8)]])
 
 
+def test_a_loader_that_cannot_tell_its_length_is_read() -> None:
+    class Loader(list[Any]):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    layer = nn.BatchNorm1d(3)
+    precise(layer, Loader([torch.ones(2, 3)]), progress=True)
+    assert layer.running_mean is not None
+    assert layer.running_mean.tolist() == [1, 1, 1]
+
+
 def test_padding_that_a_model_could_leave_out_warns() -> None:
     class Padded(SyncBatchNorm):
         def forward(self, x: Any, x_lens: Any = None) -> Any:  # type: ignore[override]

@@ -168,7 +168,7 @@ class _Pair(tuple):
 
 
 def test_a_stand_in_may_be_changed() -> None:
-    """It is a new one in each step, and neither is the loader's batch changed for it."""
+    """Each step has a new one, and the loader's batch stays as it was."""
 
     def work(world: ThreadCommunicator) -> list[tuple[int, ...]]:
         first = {"x": torch.ones(2, 3, requires_grad=True), "y": torch.ones(2)}
