@@ -206,7 +206,6 @@ class Plan:
         if self._backward is not None and g.needs_dx and not means:
             found = self._prepared.backward(g, self._backward)
         if found is None:
-            g = g._replace(batch=unpack(g.batch))
             with self._prepared.preparing_backward(g):
                 found = self.backward(g, means=means, by_verbs=True)
         return found

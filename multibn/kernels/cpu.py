@@ -172,7 +172,7 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
     if done is None:
         taken, done = _with_copies(_core.begin_backward, g, payload, dweight, dbias)
     if done is None:
-        return reference.begin_backward(g._replace(batch=unpack(g.batch)), out=out)
+        return reference.begin_backward(g, out=out)
     return payload, dweight, dbias, taken
 
 
@@ -186,7 +186,6 @@ def finish_backward(
         dresidual = None if g.y is None or coefficients else new(out)
         if _core.finish_backward(taken, summed, out, coefficients, dresidual) is not None:
             return out, dresidual
-    g = g._replace(batch=unpack(g.batch))
     return reference.finish_backward(g, summed, coefficients=coefficients)
 
 

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from multibn.kernels import reference
-from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, Running
+from multibn.kernels.spec import (
+    OK,
+    BatchStatistics,
+    Gradient,
+    NormArgs,
+    PackedStatistics,
+    Running,
+    unpack,
+    unpacked,
+)
 from multibn.kernels.steps import parameter_gradients as parameter_gradients
 from multibn.kernels.steps import state_of, variance_factor
 from multibn.kernels.triton import passes, steps
@@ -75,7 +84,7 @@ def begin_forward(
 
 def finish_forward(
     args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /, *, coefficients: bool = False
-) -> tuple[Tensor, BatchStatistics, int]:
+) -> tuple[Tensor, BatchStatistics | PackedStatistics, int]:
     """Do as `reference.finish_forward`; two launches, one with `coefficients`.
 
     Two more for a cumulative average, one more for thousands of channels.
@@ -92,7 +101,7 @@ def finish_forward(
     state = OK if summed.is_cuda and is_many else state_of(summed, count)
     moved = running if state == OK else None
     shape, C, new = tilings.shape, tilings.channels, summed.new_empty
-    batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
+    batch = PackedStatistics(new(2 * C + 2), shape)
     found = new((5, C), dtype=tilings.dtype)
     arrays, how, constants, key = _moved(moved, count)
     looked_at, length = summed, 2 * C
@@ -100,11 +109,11 @@ def finish_forward(
         looked_at, length = new(-(-length // _SHARE)), -(-length // _SHARE)
         launch(steps.gaps, length, (summed, looked_at, 2 * C), _GAPS, "gaps", _known)
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
-    arguments = summed, *batch, weight, bias, found, *arrays, looked_at, *numbers
+    arguments = summed, *unpack(batch), weight, bias, found, *arrays, looked_at, *numbers
     key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), tilings.dtype, *key
     _step(steps.finish_forward, arguments, constants, ("forward", *key))
     if constants["CUMULATIVE"]:  # only now: all programs have read the counter
-        arrays[2].add_(batch.count > 0)
+        arrays[2].add_(batch.numbers[-2] > 0)
     return _output(tilings, args, found, coefficients), batch, state
 
 
@@ -113,7 +122,9 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 
     Also returns what `finish_backward` goes on from.
     """
-    args, about, tilings = g.input, g.batch[:2], _tilings(g.input)
+    g = unpacked(g)
+    args, tilings = g.input, _tilings(g.input)
+    about = g.batch.mean, g.batch.var
     parameters = args.weight, args.bias
     if tilings is None or not fit(tilings.device, tilings.shape, about, parameters):
         return reference.begin_backward(g, out=out)
@@ -141,6 +152,7 @@ def finish_backward(
     g: Gradient, summed: Tensor, begun: Any = None, /, *, coefficients: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Do as `reference.finish_backward`; one launch. `begun` comes from `begin_backward`."""
+    g = unpacked(g)
     x, numbers = g.input.x, (2 * g.batch.mean.numel(),)
     if begun is None or not fit(x.device, numbers, (summed,)):
         return reference.finish_backward(g, summed, coefficients=coefficients)

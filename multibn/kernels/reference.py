@@ -21,7 +21,7 @@ from array_api_compat import is_torch_namespace, to_device
 from multibn import wire
 from multibn._arrays import array_namespace, device, to_host
 from multibn._typing import Array
-from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs
+from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, unpacked
 from multibn.kernels.steps import (
     as_wide,
     at_least_one,
@@ -96,6 +96,7 @@ def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | N
     and in the dtypes of `weight` and `bias`, None where a parameter is. `out` is as in
     `begin_forward`.
     """
+    g = unpacked(g)
     pre = _before_relu(g)
     x, axis = pre.input.x, pre.input.axis
     wide, remainder = _round(g.batch.mean, x)
@@ -117,7 +118,7 @@ def finish_backward(
     `summed` is the sum of all ranks' payloads, as in `finish_forward`. With `coefficients`, the
     `gradient_coefficients` take the place of the first, as in `normalize`, and there is no second.
     """
-    found = gradient_coefficients(g, summed)
+    found = gradient_coefficients(unpacked(g), summed)
     if coefficients:
         return array_namespace(found[0]).stack(found), None
     return finish_gradient(g, found), None if g.y is None else residual_gradient(g)

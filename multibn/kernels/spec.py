@@ -134,7 +134,7 @@ class Gradient(NamedTuple):
     input
         From the forward pass; its residual and its running statistics are not read.
     batch
-        From the forward pass.
+        The statistics, a `BatchStatistics` or a `PackedStatistics`.
     y
         The output, if there was a residual before the ReLU. Without a residual the output's sign is
         computed from `x`, by exactly the arithmetic of the forward pass.
@@ -144,6 +144,11 @@ class Gradient(NamedTuple):
 
     dy: Array
     input: NormArgs
-    batch: BatchStatistics
+    batch: Any  # statistics
     y: Array | None = None
     needs_dx: bool = True
+
+
+def unpacked(g: Gradient) -> Gradient:
+    """The gradient with its statistics taken apart."""
+    return g._replace(batch=unpack(g.batch))

@@ -1,6 +1,7 @@
 """The private names of torch that the layers use; torch 2.10 to 2.13 have every one.
 
-Four are attributes of torch's own objects, whose values change, and stand here as names.
+Four are attributes of torch's own objects, whose values change, and stand here as names, as does a
+module that torch loads when it needs the module.
 """
 
 import torch
@@ -30,5 +31,7 @@ TANGENT_LEVEL = "_current_level"
 # torch.compiler's: whether torch.export runs. `is_exporting()` of torch 2.11 is true in
 # torch.compile, too.
 IS_EXPORTING = "_is_exporting_flag"
+# Captures compiled code, for mode="reduce-overhead", and raises where its memory is kept.
+CUDA_GRAPH_TREES = "torch._inductor.cudagraph_trees"
 # DistributedDataParallel's, without which it stays as it is.
 OF_DDP = "_assign_modules_buffers", "_has_rebuilt_buckets"

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
 from multibn.kernels import Gradient, NormArgs, Running, cuda, reference
+from multibn.kernels.spec import unpack
 from multibn.kernels.triton import tiling
 from multibn.wire import Message, head
 from tests.kernels.passes import (
@@ -148,7 +149,8 @@ def test_padding_counts_for_nothing(order: Any, monkeypatch: pytest.MonkeyPatch)
     old = running.var.clone()
     i = NormArgs(x, None, None, 0.1, AXIS, running=running, mask=as_torch(mask))
     count = number(72.0)
-    y, batch, _ = cuda.finish_forward(i, cuda.begin_forward(i, count, count), count, count)
+    y, packed, _ = cuda.finish_forward(i, cuda.begin_forward(i, count, count), count, count)
+    batch = unpack(packed)
     np.testing.assert_allclose(exact(batch.mean), whole.mean(AXIS), rtol=0, atol=1e-6)
     np.testing.assert_allclose(exact(batch.var), whole.var(AXIS), rtol=1e-6)
     assert (batch.count.item(), batch.element_weight.item()) == (72, 1 / 72)
@@ -260,7 +262,7 @@ def test_cupy_arrays_take_the_same_kernels(order: Any, cupy: Any, launched: list
     g = Gradient(dy, mine, about)
     sums, right_dweight, _, *_ = reference.begin_backward(g)
     right_dx, _ = reference.finish_backward(g, sums)
-    got = y, *batch, dweight, dx, *i.running[:2]
+    got = y, *unpack(batch), dweight, dx, *i.running[:2]
     expected = right, *about, right_dweight, right_dx, *mine.running[:2]
     for a, b in zip(got, expected, strict=True):
         assert type(a) is cupy.ndarray

@@ -8,6 +8,7 @@ An operator takes only tensors, numbers and strings, so a communicator is passed
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -28,8 +29,9 @@ from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference, select, steps
 from multibn.kernels.layout import channels
-from multibn.kernels.spec import PackedStatistics
+from multibn.kernels.spec import PackedStatistics, unpack
 from multibn.torch_backend._torch_private import (
+    CUDA_GRAPH_TREES,
     IS_EXPORTING,
     EffectType,
     FakeTensor,
@@ -177,12 +179,14 @@ def _plan(
     args: NormArgs, sharing: Any, weighting: Weighting, needed: bool, num_channels: int | None
 ) -> Plan:
     """The plan of a layer for such inputs, of which the first is checked in a forward pass."""
-    key = autograd.guard(args, weighting), needed
+    # Only then: the host looks at messages that it may keep with fewer calls.
+    copied = CUDA_GRAPH_TREES in sys.modules
+    key = autograd.guard(args, weighting), needed, copied
     plan: Plan | None = getattr(sharing, "plans", {}).get(key)
     if plan is None:
         if num_channels is not None:  # not in a backward pass
             functional.check(args, num_channels, sharing)
-        options: Any = {"weighting": weighting, "needs_gradient": needed, "copied": True}
+        options: Any = {"weighting": weighting, "needs_gradient": needed, "copied": copied}
         plan = Plan(args, sharing, verbs=_up_to_elements(args.x), **options)
         if key[0] is not None and isinstance(sharing, LayerCommunicator):
             sharing.keep(key, plan)
@@ -200,12 +204,6 @@ def _forward_sums_like(*arguments: Any) -> list[Tensor]:
     shape = num_channels, *channels(args.x.shape, args.axis)[1:]  # the input may not fit
     numbers = args.x.new_empty(2 * math.prod(shape) + 2, dtype=torch.float64)
     return [_coefficients_like(args.x, shape, 3), numbers]
-
-
-def _statistics(coefficients: Tensor, numbers: Tensor) -> BatchStatistics:
-    """The statistics among the results of `forward_sums`."""
-    shape = 2, *coefficients.shape[1:]
-    return BatchStatistics(*numbers[:-2].view(shape).unbind(), *numbers[-2:].unbind())
 
 
 @operator(f"forward_sums({_INPUT}, {_SHARING}, bool needed) -> Tensor[]", _forward_sums_like)
@@ -226,21 +224,24 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
 
 
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    args, mean, *_, needs_dx, _ = _gather(*arguments)
+    args, _, needs_dx, _ = _gather(*arguments)
     given = args.weight, args.bias
     parameters = [args.x.new_empty(0) if p is None else torch.empty_like(p) for p in given]
-    return parameters + [_coefficients_like(args.x, mean.shape, 4)] * needs_dx
+    return (
+        parameters + [_coefficients_like(args.x, channels(args.x.shape, args.axis), 4)] * needs_dx
+    )
 
 
 @operator(
-    f"backward_sums(Tensor dy, {_INPUT}, Tensor mean, Tensor var, Tensor count, "
-    "Tensor element_weight, bool needs_dx, int communicator) -> Tensor[]",
+    f"backward_sums(Tensor dy, {_INPUT}, Tensor numbers, bool needs_dx, int communicator)"
+    " -> Tensor[]",
     _backward_sums_like,
 )
 def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     """The gradients of weight and bias, and the coefficients of that of `x`. Collective."""
-    args, *batch, needs_dx, communicator = _gather(*arguments)
-    g = Gradient(dy, autograd.dense(args), BatchStatistics(*batch), needs_dx=needs_dx)
+    args, numbers, needs_dx, communicator = _gather(*arguments)
+    batch = PackedStatistics(numbers, channels(args.x.shape, args.axis))
+    g = Gradient(dy, autograd.dense(args), batch, needs_dx=needs_dx)
     sharing = _communicators[communicator]
     with torch.no_grad(), autograd.without_autocast(args.x):
         if torch.is_anomaly_enabled():
@@ -273,9 +274,16 @@ def _forward(*arguments: Any) -> list[Tensor]:
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
         with torch.no_grad():
             sums = torch.ops.multibn.forward_sums(*arguments, needed)
-        return [torch.empty_like(args.x), *_statistics(*sums)]
-    y, batch = autograd.forward(_Plan(_communicators[communicator], weighting, needed), args)
-    return [y, *batch]
+        y, batch = torch.empty_like(args.x), _statistics(*sums)
+    else:
+        plan = _Plan(_communicators[communicator], weighting, needed)
+        y, batch = autograd.forward(plan, args)
+    return [y, *unpack(batch)]
+
+
+def _statistics(coefficients: Tensor, numbers: Tensor) -> PackedStatistics:
+    """The statistics among the results of `forward_sums`."""
+    return PackedStatistics(numbers, tuple(coefficients.shape[1:]))
 
 
 class _Plan(NamedTuple):
@@ -285,7 +293,7 @@ class _Plan(NamedTuple):
     weighting: Weighting
     needs_gradient: bool
 
-    def forward(self, args: NormArgs) -> tuple[Tensor, BatchStatistics]:
+    def forward(self, args: NormArgs) -> tuple[Tensor, PackedStatistics]:
         summed = args._replace(residual=None)  # the operator would need the residual in memory
         sharing = args.x.shape[1], id(self.communicator), self.weighting, self.needs_gradient
         coefficients, numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
@@ -299,7 +307,7 @@ class _Plan(NamedTuple):
         args = g.input
         _compare_again()
         dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
-            g.dy, *_spread(args), *g.batch, g.needs_dx, id(self.communicator)
+            g.dy, *_spread(args), g.batch.numbers, g.needs_dx, id(self.communicator)
         )
         dx = reference.finish_gradient(g, coefficients[0].unbind()) if g.needs_dx else None
         dparameters = None if args.weight is None else dweight, None if args.bias is None else dbias

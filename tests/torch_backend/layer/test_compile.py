@@ -1,6 +1,8 @@
 """torch.compile takes the layers whole, and changes nothing."""
 
 import copy
+import importlib
+import sys
 import warnings
 from typing import Any
 
@@ -126,9 +128,33 @@ def test_operators_keep_torchs_rules(needs_dx: bool) -> None:
     torch.library.opcheck(
         torch.ops.multibn.forward_sums.default, (*i, 3, id(alone), "element", True)
     )
-    batch = [torch.zeros(3).double(), torch.ones(3).double(), torch.tensor(8.0).double()]
-    arguments = (x, *i, *batch, torch.tensor(0.125).double(), needs_dx, id(alone))
+    numbers = torch.tensor([0.0] * 3 + [1.0] * 3 + [8.0, 0.125], dtype=torch.float64)
+    arguments = x, *i, numbers, needs_dx, id(alone)
     torch.library.opcheck(torch.ops.multibn.backward_sums.default, arguments)
+
+
+def test_messages_are_copied_where_torch_may_capture_compiled_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elsewhere the host keeps them, as those of eager layers."""
+    from multibn.torch_backend.layer import compiled
+
+    made: list[bool] = []
+    plan_of = compiled.Plan
+
+    def noted(*arguments: Any, copied: bool, **options: Any) -> Any:
+        made.append(copied)
+        return plan_of(*arguments, copied=copied, **options)
+
+    monkeypatch.setattr(compiled, "Plan", noted)
+    monkeypatch.delitem(sys.modules, compiled.CUDA_GRAPH_TREES, raising=False)
+    call, x = torch.compile(SyncBatchNorm(3), fullgraph=True), torch.randn(4, 3, requires_grad=True)
+    call(x).sum().backward()
+    assert made == [False]
+    importlib.import_module(compiled.CUDA_GRAPH_TREES)  # torch's, for mode="reduce-overhead"
+    call(x).sum().backward()
+    call(x).sum().backward()
+    assert made == [False, True]
 
 
 def test_no_cuda_graph_holds_what_talks() -> None:
