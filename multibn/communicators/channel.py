@@ -229,7 +229,7 @@ class ChannelCommunicator(Handle, ABC):
     @property
     @abstractmethod
     def channel(self) -> Channel | None:
-        """None where every sum is on a device."""
+        """None where every sum is on a device; a fork has its parent's, even one never used."""
 
     def allreduce(self, x: Array, /) -> Array:
         return self.allreduce_at(x)

@@ -63,7 +63,8 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
 
 #: What a rank counts for, from its elements per channel and its samples: numbers, or float64 arrays
 #: of shape `()` where a mask is on a GPU. A weighting is an entry here and a word of
-#: `_typing.Weighting`. A rank without an element counts for 0 in each.
+#: `_typing.Weighting`; it reads nothing else, as a plan keeps the result. A rank without an element
+#: counts for 0 in each.
 WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
     "element": lambda count, samples: count,
     "sample": lambda count, samples: samples,

@@ -120,7 +120,10 @@ def test_each_field_of_the_arguments_has_a_part_in_the_numbers(kernels: Any, fie
     changed = i._replace(**{field: values[field]})
     plain, found = (definition(v, dy, np.ones((4, 3, 5))) for v in (i, changed))
     differ = [name for name, v in found.items() if not np.array_equal(v, plain[name])]
-    assert differ, f"`definition` of passes.py must say what `NormArgs.{field}` does"
+    assert differ, (
+        f"`definition` of passes.py must say what `NormArgs.{field}` does, and `others_of` have a "
+        "value of it that changes numbers"
+    )
     check(kernels, changed, dy, hint=f"where `NormArgs.{field}` alone has another value")
 
 
