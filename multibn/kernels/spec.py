@@ -68,7 +68,7 @@ class Running(NamedTuple):
     mean, var
         As many numbers as there are channels, in any shape and floating-point dtype.
     momentum
-        The weight of the batch; None for 1/n at the n-th batch, which needs `num_batches`.
+        The weight of the batch; None for 1/n at the n-th batch, or 0 without `num_batches`.
     convention
         Which variance goes into `var`, see `multibn.engine.running_variance`.
     num_batches

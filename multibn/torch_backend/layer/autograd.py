@@ -110,8 +110,7 @@ def running_of(
         mean, var, counter = map(dtensors.buffer, (mean, var, counter))
     if momentum is not None:
         return Running(mean, var, momentum, convention)
-    momentum = 0.0 if counter is None and bn.momentum is None else bn.momentum
-    return Running(mean, var, momentum, convention, counter)
+    return Running(mean, var, bn.momentum, convention, counter)
 
 
 def is_transformed() -> bool:

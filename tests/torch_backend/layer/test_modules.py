@@ -164,6 +164,21 @@ def test_without_a_counter_a_cumulative_average_stays() -> None:
     torch.testing.assert_close(ours.running_mean, theirs.running_mean)
 
 
+@pytest.mark.parametrize("trained", [0, 2])
+def test_a_state_without_a_counter_leaves_the_layers_own(trained: int) -> None:
+    """So does that of nn.BatchNorm1d: what is loaded counts as `trained` batches."""
+    batches = torch.randn(4, 6, 3, dtype=torch.float64)
+    layer = SyncBatchNorm(3, momentum=None, dtype=torch.float64)
+    for x in batches[:trained]:
+        layer(x)
+    layer.load_state_dict({"running_mean": torch.full((3,), 7.0)}, strict=False)
+    for x in batches[trained:]:
+        layer(x)
+    expected = (7.0 * trained + batches[trained:].mean(1).sum(0)) / 4
+    torch.testing.assert_close(layer.running_mean, expected)
+    assert layer.num_batches_tracked == 4
+
+
 def test_one_value_per_channel_is_an_error() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel over all ranks together"):
         make(3)(torch.ones(1, 3))
