@@ -28,6 +28,11 @@ from multibn.torch_backend.layer.sub_batch_norm import Part
 _Model = TypeVar("_Model", bound=nn.Module)
 # Names that a class may define and still behave like the layer that it derives from.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
+# Options of torch's layers, and those that end with sharing; a plain layer would lose all others.
+_NOT_LOST = (
+    "eps= momentum= affine= bias= track_running_stats= weighting= running_var= nonfinite= "
+    "num_splits="
+)
 
 
 class BatchNorm(_BatchNorm):
@@ -325,8 +330,8 @@ def _cannot_revert(layer: SyncBatchNorm) -> str | None:
         return _PARAMETRIZED
     if names:
         return f"its class overrides {', '.join(names)}, which would be lost"
-    if layer.fuse_relu:
-        return "it has a ReLU inside, which would be lost"
+    if lost := layer.norm_options.words(_NOT_LOST):
+        return f"it has{lost[1:]}, which would be lost"
     if "forward" in vars(layer):
         return "it has a forward pass of its own, which would be lost"
     return None

@@ -290,7 +290,7 @@ def test_what_cannot_be_reverted_is_one_message() -> None:
     layers = {
         OwnSync(3): f"0 ({__name__}.OwnSync: its class overrides forward, which",
         parametrized: "1 (torch.nn.utils.parametrize.ParametrizedSyncBatchNorm: it is parametrized",
-        SyncBatchNorm(3, fuse_relu=True): "it has a ReLU inside, which would be lost",
+        SyncBatchNorm(3, fuse_relu=True): "it has fuse_relu=True, which would be lost",
         patched: "it has a forward pass of its own, which would be lost",
         SubBatchNorm2d(2, 3): "SubBatchNorm2d: its splits have statistics of their own",
     }
