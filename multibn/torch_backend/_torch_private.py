@@ -8,6 +8,10 @@ import torch
 from torch._C import _functorch
 from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+# A context in which no dispatch mode sees an operation.
+without_dispatch_modes = _disable_current_modes
 
 # Whether torch.func transforms this call; the dispatch modes, make_fx's among them, which compiled
 # code cannot ask for; torch.jit's trace; autocast; the tensors of `is_grads_batched`.

@@ -12,6 +12,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import multibn
 from multibn import SingleProcess, torch_backend
@@ -213,6 +214,35 @@ def test_a_recomputed_layer_is_counted_once(name: str) -> None:
     for found, others_messages in others:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         assert others_messages == messages
+
+
+@every_layer
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("foreign", [True, False])
+def test_selective_checkpointing_sees_no_operation_of_a_layer(
+    name: str, outer: bool, foreign: bool
+) -> None:
+    """It counts those that it saves, and a layer that runs again has others."""
+    aten = torch.ops.aten
+    saved = [aten.mul.Tensor, aten.add.Tensor, aten.clone.default]
+
+    @contextlib.contextmanager
+    def both(one: Any, other: Any) -> Any:
+        with one, other:
+            yield
+
+    def contexts() -> Any:
+        pairs = checkpoint_contexts(), create_selective_checkpoint_contexts(saved)
+        return [both(*each) for each in zip(*(pairs if outer else pairs[::-1]), strict=True)]
+
+    def results(call: Callable[..., Any]) -> Any:
+        layer = nn.Sequential(make(name), nn.BatchNorm1d(C, dtype=torch.float64))[: 1 + foreign]
+        block = lambda x: (layer(x.clone()).mul(2) + 1).clone().exp()  # noqa: E731
+        return train(lambda x: call(block, x) if layer.training else block(x), layer, batch())
+
+    found = results(partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    expected = results(lambda block, x: block(x))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def functional(layer: Any) -> tuple[Callable[..., Any], list[Tensor]]:

@@ -40,6 +40,7 @@ from multibn.torch_backend._torch_private import (
     is_any_autocast_enabled,
     is_legacy_batchedtensor,
     transforms_are_active,
+    without_dispatch_modes,
 )
 from multibn.torch_backend.layer import dtensors
 
@@ -143,6 +144,15 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
     return _NOTHING
 
 
+def unseen() -> AbstractContextManager[Any]:
+    """A context in which selective checkpointing sees no operation of a pass that may run again.
+
+    Torch's policy counts operations, and a layer has other ones in the recomputation.
+    """
+    is_taped = not torch.compiler.is_compiling() and recompute.state.stack
+    return without_dispatch_modes() if is_taped else _NOTHING
+
+
 def needs_gradient(x: Tensor) -> bool:
     """Whether a backward pass may follow a forward pass over `x`."""
     return x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
@@ -164,8 +174,12 @@ class SyncBatchNormFunction(torch.autograd.Function):
         is_eager = type(plan) is Plan
         if is_eager and not args.x.is_cpu:
             args = dense(args)
-        with without_autocast(args.x):
-            y, batch = plan.forward(args)
+        if is_eager and recompute.state.stack:
+            with unseen(), without_autocast(args.x):
+                y, batch = plan.forward(args)
+        else:
+            with without_autocast(args.x):
+                y, batch = plan.forward(args)
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
         ctx.call = plan, batch, options_of(args)
         output = y if args.relu and (args.residual is not None or not is_eager) else None
