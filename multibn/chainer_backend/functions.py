@@ -11,6 +11,7 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer import functions as F
 
+from multibn import kernels
 from multibn._arrays import array_namespace
 from multibn._typing import Array, check_residual
 from multibn.communicators import Communicator
@@ -101,8 +102,9 @@ def check_input(
             raise statistics.not_floating(x)
         if residual is not None:
             check_residual(residual, x, (Variable, *types), "a Variable or an array")
+        kernels.select(array)  # may warn, which may be an error of this rank alone
         return axis, masks.checked(array, mask, lengths, axis=axis)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, Warning) as error:
         like = np.zeros(()) if like is None else like
         statistics.refuse(communicator, math.prod(channels), like=like, error=error)
         raise

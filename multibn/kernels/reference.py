@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from array_api_compat import is_torch_namespace, to_device
 
 from multibn import wire
@@ -34,7 +35,11 @@ from multibn.kernels.steps import (
 )
 from multibn.kernels.steps import parameter_gradients as parameter_gradients
 
+# Where NumPy's warnings are errors, an overflow would raise on one rank alone, before its message.
+_quietly = np.errstate(all="ignore")
 
+
+@_quietly
 def begin_forward(
     args: NormArgs,
     rank_weight: float | Array,
@@ -55,6 +60,7 @@ def begin_forward(
     return _written(pack(mean, var + mean * mean, rank_weight, count, mark), out)
 
 
+@_quietly
 def finish_forward(
     args: NormArgs,
     summed: Array,
@@ -88,6 +94,7 @@ def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool =
     return array_namespace(found[0]).stack(found) if coefficients else finish(args, found)
 
 
+@_quietly
 def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | None, Array | None]:
     """This rank's numbers for the backward message, and the gradients of weight and bias.
 
@@ -110,6 +117,7 @@ def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | N
     return _written(payload, out), *parameter_gradients(payload, g)
 
 
+@_quietly
 def finish_backward(
     g: Gradient, summed: Array, /, *, coefficients: bool = False
 ) -> tuple[Array, Array | None]:

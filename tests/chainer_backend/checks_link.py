@@ -1,8 +1,10 @@
 """Links on real processes: groups, fine-tuning, and whether the ranks of a model agree."""
 
+import contextlib
 import copy
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -23,6 +25,7 @@ from multibn.chainer_backend.links import LinkOptions
 from multibn.communicators import Communicator, SingleProcess
 from tests.chainer_backend.test_extensions import assert_population
 from tests.harness.runs import on, only
+from tests.helpers import require
 from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.spread import OTHERS
@@ -217,3 +220,21 @@ def check_a_link_that_one_rank_never_called_is_an_error(world: Communicator) -> 
         link(np.ones((1, 3), dtype=np.float32))
     with pytest.raises(RuntimeError, match=r"rank 1 has /W with shape=\(2, 3\), dtype=float32, la"):
         expect_in_sync(link, world)
+
+
+def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
+    """Where it would come before the first message."""
+    link, x = MultiNodeBatchNormalization(C, world), _normal(world.rank, 4, C).astype("f")
+    with contextlib.ExitStack() as stack:
+        if world.rank == 0:
+            stack.enter_context(require.without_core())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning, match="the C core is missing"):
+                link(x)
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"cannot go on, in .*refused on rank\(s\) \[0\]"
+            ):
+                link(x)
+    assert link(x).shape == x.shape

@@ -4,7 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -66,6 +67,22 @@ PROBES: dict[str, Callable[[], bool]] = {
     "netns": _namespaces,
     "programs": lambda: importable("torchinfo"),  # which no other group has
 }
+
+
+@contextmanager
+def without_core() -> Iterator[None]:
+    """A context in which this process has no C core, of which the first layer warns."""
+    from multibn import kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "multibn.kernels.core._core", None)
+        patch.delattr("multibn.kernels.core._core", raising=False)
+        patch.delitem(sys.modules, "multibn.kernels.cpu", raising=False)
+        patch.delenv("MULTIBN_KERNELS", raising=False)
+        kernels._native.cache_clear()
+        yield
+    kernels._native.cache_clear()
+
 
 _required: set[str] = set()
 

@@ -13,7 +13,7 @@ from multibn._typing import Array
 from multibn.engine import plan
 from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference, steps
 from multibn.kernels.core import _core
-from multibn.kernels.spec import options_of
+from multibn.kernels.spec import NOT_FINITE, options_of
 
 NEEDS = "core"
 
@@ -75,3 +75,18 @@ def test_what_is_needed_and_missing_is_an_error_in_python(file: Any) -> None:
         file.begin_backward(Gradient(None, i, batch))
     with pytest.raises(TypeError, match="NoneType"):
         file.normalize(i._replace(eps=None), batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [np.inf, 1e30])
+def test_an_overflow_is_no_warning_of_numpys(value: float) -> None:
+    """Which one rank alone would have, as an error perhaps, before its message."""
+    x = np.full((6, 2), value, "f")
+    x[0] = -value
+    args = NormArgs(x, np.ones(2, "f"), None, 1e-5, (0,))
+    with np.errstate(all="raise"):
+        payload = reference.begin_forward(args, 6.0, 6.0)
+        _, batch, state = reference.finish_forward(args, payload, 6.0, 6.0)
+        g = Gradient(x, args, batch)
+        summed, *_ = reference.begin_backward(g)
+        reference.finish_backward(g, summed)
+    assert state == NOT_FINITE

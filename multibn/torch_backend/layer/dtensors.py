@@ -42,12 +42,16 @@ def forward(
     The output is a DTensor like the input.
     """
     mesh, sharing = _layout(args.x)
+    warning = ""
     if mesh is not None:
         if not isinstance(communicator, LayerCommunicator):  # evaluation without running statistics
-            communicator = _along(mesh, sharing)
+            communicator, warning = _along(mesh, sharing)
         elif isinstance(communicator.communicator, DefaultCommunicator):
-            communicator = communicator.over(_along(mesh, sharing))
+            along, warning = _along(mesh, sharing)
+            communicator = communicator.over(along)
     y, batch = function(_localize(args, mesh, sharing), num_channels, communicator)
+    if warning:  # after the message: on one rank, it may be an error
+        _warn_once(warning)
     return _like(args.x, y), batch
 
 
@@ -134,8 +138,8 @@ def _like(x: Any, y: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _along(mesh: Any, dims: tuple[int, ...]) -> Communicator:
-    """The ranks along some dimensions of a mesh."""
+def _along(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, str]:
+    """The ranks along some dimensions of a mesh, and a warning if there are others."""
     here = [slice(None) if k in dims else n for k, n in enumerate(mesh.get_coordinate())]
     ranks, num_ranks = mesh.mesh[tuple(here)].flatten().tolist(), dist.get_world_size()
     if len(ranks) == 1:
@@ -144,12 +148,15 @@ def _along(mesh: Any, dims: tuple[int, ...]) -> Communicator:
         found = as_communicator(mesh.get_group(dims[0]))
     else:
         found = as_communicator() if len(ranks) == num_ranks else restore(tuple(ranks))
-    if num_ranks > mesh.size():
-        warnings.warn(
-            f"statistics are shared over ranks {sorted(ranks)}, by the placements of the input on "
-            f"{mesh}, and with no rank outside of the mesh. To share them with ranks that hold "
-            "further samples, pass a `process_group` with these; if there are none, pass "
-            f"process_group={found!r}.",
-            stacklevel=2,
-        )
-    return found
+    warning = (
+        f"statistics are shared over ranks {sorted(ranks)}, by the placements of the input on "
+        f"{mesh}, and with no rank outside of the mesh. To share them with ranks that hold "
+        "further samples, pass a `process_group` with these; if there are none, pass "
+        f"process_group={found!r}."
+    )
+    return found, warning if num_ranks > mesh.size() else ""
+
+
+@lru_cache(maxsize=256)
+def _warn_once(warning: str) -> None:
+    warnings.warn(warning, stacklevel=2)

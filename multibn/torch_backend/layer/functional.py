@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from multibn import kernels
 from multibn._typing import Nonfinite, Weighting, check_eps, check_residual
 from multibn.communicators import (
     Communicator,
@@ -214,7 +215,8 @@ def check(args: NormArgs, num_channels: int | None, communicator: Communicator) 
         if args.x.is_meta and communicator.size > 1:
             raise TypeError("the input must have data: got meta. Use a layer for shapes.")
         check_options(args)
-    except (TypeError, ValueError) as error:
+        kernels.select(args.x)  # may warn, which may be an error of this rank alone
+    except (TypeError, ValueError, Warning) as error:
         refuse(error, args.x, num_channels, communicator)
 
 

@@ -1,11 +1,13 @@
 """The torch layer on real processes: collectives, copies, DistributedDataParallel, bad input."""
 
+import contextlib
 import copy
 import io
 import os
 import pickle
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from multibn.torch_backend import (
     convert_sync_batchnorm,
 )
 from tests.harness.runs import on, only
-from tests.helpers import launch
+from tests.helpers import launch, require
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
 
@@ -177,3 +179,21 @@ def check_average_gradients_counts_missing_ones_as_zero(world: Communicator) -> 
     assert a.grad.tolist() == [(world.size - 1) / 2] * 2
     torch.testing.assert_close(b.grad, torch.full((2,), 1 / world.size))
     assert frozen.grad is None
+
+
+def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
+    """Where it would come before the first message."""
+    layer, x = _layer(3, process_group=world), _input(world)
+    with contextlib.ExitStack() as stack:
+        if world.rank == 0:
+            stack.enter_context(require.without_core())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning, match="the C core is missing"):
+                layer(x)
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"cannot go on, in .*refused on rank\(s\) \[0\]"
+            ):
+                layer(x)
+    assert layer(x).shape == x.shape
