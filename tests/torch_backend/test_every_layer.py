@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.masked import masked_tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import multibn
@@ -472,6 +474,53 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
                 assert layer(good).isfinite().all(), message
 
     run_ranks(2, run)
+
+
+class Named(Tensor):
+    """A subclass without operations of its own."""
+
+
+class Wrapped(Tensor):
+    """A tensor without numbers, whose operations are those of another tensor."""
+
+    @staticmethod
+    def __new__(cls, of: Tensor) -> Any:
+        return cls._make_wrapper_subclass(cls, of.shape, dtype=of.dtype)
+
+    def __init__(self, of: Tensor) -> None:
+        self.of = of
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Wrapped, lambda v: v.of, (args, kwargs or {}))
+        return tree_map_only(Tensor, Wrapped, func(*args, **kwargs))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@every_sharing_layer
+def test_a_tensor_that_wraps_another_on_one_rank_is_an_error_on_all(name: str) -> None:
+    x = batch(dtype=torch.float32)
+    wrappers = Wrapped(x), masked_tensor(x, x > 0)
+
+    def run(communicator: Any) -> None:
+        layer = make(name, process_group=communicator, dtype=torch.float32)
+        for wrong in wrappers if name != "masked" else wrappers[:1]:
+            if communicator.rank == 1:
+                message = f"must be a plain tensor: got a {type(wrong).__name__}, .* tensor that it"
+                with pytest.raises(TypeError, match=message):
+                    layer(wrong)
+            else:
+                with pytest.raises(RuntimeError, match=r"refused on rank\(s\) \[1\]"):
+                    layer(x)
+            for fine in (x.as_subclass(Named), nn.Parameter(x)):
+                torch.testing.assert_close(layer(fine).as_subclass(Tensor), layer(x))
+
+    run_ranks(2, run)
+    split = make("split")
+    with pytest.raises(TypeError, match=r"the input must be a plain tensor"):
+        split(wrappers[0])
 
 
 @pytest.mark.parametrize("default", [torch.float16, torch.float64], ids=str)

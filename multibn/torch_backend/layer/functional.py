@@ -147,8 +147,9 @@ def mask_of(
         return None
     try:
         check_input(x, None)
-        check_dense("`mask`", mask)
-        check_dense("`lengths`", lengths)
+        for name, v in (("`mask`", mask), ("`lengths`", lengths)):
+            check_plain(name, v)
+            check_dense(name, v)
         return masks.checked(x, mask, lengths, axis=all_but_channels(x))
     except (TypeError, ValueError) as error:
         refuse(error, x, num_channels, communicator)
@@ -211,12 +212,16 @@ def check(args: NormArgs, num_channels: int | None, communicator: Communicator) 
             "of the model after revert_sync_batchnorm."
         )
     try:
+        check_plain("the input", args.x)
+        check_plain("`residual`", args.residual)
         check_input(args.x, num_channels)
         if args.x.is_meta and communicator.size > 1:
             raise TypeError("the input must have data: got meta. Use a layer for shapes.")
         check_options(args)
         kernels.select(args.x)  # may warn, which may be an error of this rank alone
     except (TypeError, ValueError, Warning) as error:
+        if isinstance(args.x, Tensor) and len(args.axis) < args.x.ndim - 1:  # splits
+            num_channels = math.prod(channels(args.x.shape, args.axis))
         refuse(error, args.x, num_channels, communicator)
 
 
@@ -296,6 +301,20 @@ def check_dense(name: str, x: Any, /) -> None:
         if x.is_nested:
             kind, call = f"a nested one of {kind}", "values() or torch.nested.to_padded_tensor"
         raise TypeError(f"{name} must be a dense tensor: got {kind}. Call {call} on it.")
+
+
+def check_plain(name: str, x: Any, /) -> None:
+    """Raise if the class of `x` has operations of its own: the numbers of a step are elsewhere."""
+    kind = type(x)
+    if not isinstance(x, Tensor) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return
+    # Those of torch.distributed give plain results, and fake tensors have no numbers.
+    if not kind.__module__.startswith(("torch.distributed.", "torch._subclasses.")):
+        raise TypeError(
+            f"{name} must be a plain tensor: got a {kind.__qualname__}, whose class has a "
+            "`__torch_dispatch__`. Pass the tensor that it wraps, and say by `mask` of the layer "
+            "which elements do not count."
+        )
 
 
 def check_options(args: NormArgs) -> None:

@@ -206,6 +206,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
 
         With `momentum`, the caller has counted the batch already.
         """
+        functional.check_plain("the input", args.x)
         functional.check_input(args.x, num_channels)
         functional.check_options(args)
         # Two elements per channel and part, if the batch has them: a last one may be small.

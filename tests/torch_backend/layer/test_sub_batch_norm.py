@@ -150,6 +150,24 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         )
 
 
+def test_parameters_that_do_not_fit_on_one_rank_are_an_error_on_all() -> None:
+    """Which is told of by a message as long as that of all splits."""
+
+    def run(communicator: Any) -> None:
+        layer = make(2, C, process_group=communicator)
+        if communicator.rank == 1:
+            layer.weight.data = torch.ones(C + 1)
+            with pytest.raises(
+                ValueError, match=r"`weight` must have shape \(2, 3\).*got \(2, 4\)"
+            ):
+                layer(torch.ones(4, C, 2, 3, 3))
+        else:
+            with pytest.raises(RuntimeError, match=r"refused on rank\(s\) \[1\]"):
+                layer(torch.ones(4, C, 2, 3, 3))
+
+    run_ranks(2, run)
+
+
 def test_momentum_is_split_bns() -> None:
     """Loops over a model's batch norms, for momentum schedules, reach it."""
     layer = trained()
