@@ -38,7 +38,7 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     Raises
     ------
     TypeError
-        If `cfg` is no config.
+        If `cfg` or its BN is no config.
     NotImplementedError
         If BN.NORM_TYPE is missing or none of the four, as in PySlowFast.
 
@@ -50,12 +50,12 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     >>> type(layer).__name__, layer.num_splits
     ('SubBatchNorm3d', 4)
     """
-    if not hasattr(cfg, "get"):
+    bn = cfg.get("BN", {}) if hasattr(cfg, "get") else None
+    if not hasattr(bn, "get"):
         raise TypeError(
             f"`cfg` must be a config with a node BN, a CfgNode or a dict: got {cfg!r} of type "
             f"{type(cfg).__qualname__}."
         )
-    bn = cfg.get("BN", {})
     devices = bn.get("NUM_SYNC_DEVICES", 1)
     options = {"num_sync_devices": devices, "global_sync": bn.get("GLOBAL_SYNC", False)}
     layers: dict[Any, Callable[..., nn.Module]] = {
@@ -65,7 +65,7 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
         "sync_batchnorm_apex": partial(SyncBatchNorm3d, process_group=devices or None),
     }
     norm_type = bn.get("NORM_TYPE")
-    if norm_type not in layers:
+    if not isinstance(norm_type, str) or norm_type not in layers:
         raise NotImplementedError(
             f"`cfg.BN.NORM_TYPE` must be one of {', '.join(map(repr, layers))}: got {norm_type!r}."
         )

@@ -77,11 +77,11 @@ def test_the_keys_are_read(kind: Any) -> None:
 def test_what_is_wrong_is_named(kind: Any) -> None:
     known = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm', 'sync_batchnorm_apex'"
     wrong = (kind(NORM_TYPE="layernorm"), "'layernorm'"), (kind(NUM_SPLITS=2), "None")
-    for cfg, got in (*wrong, ({}, "None")):
+    listed = kind(NORM_TYPE=["batchnorm"]), r"\['batchnorm'\]"  # cannot be hashed
+    for cfg, got in (*wrong, listed, ({}, "None")):
         message = f"BN.NORM_TYPE` must be one of {known}: got {got}"
         with pytest.raises(NotImplementedError, match=message):  # as in PySlowFast
             get_norm(cfg)
-    with pytest.raises(
-        TypeError, match=r"a config with a node BN, .*: got 'batchnorm' of type str"
-    ):
-        get_norm("batchnorm")
+    for no_config in ("batchnorm", {"BN": "batchnorm"}, {"BN": None}):
+        with pytest.raises(TypeError, match=r"a config with a node BN, .*: got [{'].* of type "):
+            get_norm(no_config)
