@@ -50,7 +50,7 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     >>> type(layer).__name__, layer.num_splits
     ('SubBatchNorm3d', 4)
     """
-    bn = cfg.get("BN", {}) if hasattr(cfg, "get") else None
+    bn: Any = cfg.get("BN", {}) if hasattr(cfg, "get") else None
     if not hasattr(bn, "get"):
         raise TypeError(
             f"`cfg` must be a config with a node BN, a CfgNode or a dict: got {cfg!r} of type "

@@ -17,6 +17,11 @@ from multibn.torch_backend.train.checkpointing import checkpoint_contexts
 _NORMS = (_NormBase, SyncNormBase)
 
 
+def kind_of(x: Any) -> Any:
+    """The dtype of a tensor, or the type of anything else, for people."""
+    return x.dtype if isinstance(x, Tensor) else type(x).__qualname__
+
+
 class Half:
     """F or G of one block in one call.
 
@@ -57,7 +62,12 @@ class Half:
 
     def __call__(self, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
         """The function of stream `there` that stream `here` adds."""
-        added: Tensor = self.module(there.to(self.seen), *cond)
+        added: Any = self.module(there.to(self.seen), *cond)
+        if not (isinstance(added, Tensor) and added.is_floating_point()):
+            raise TypeError(
+                f"{self} must return a floating-point tensor, which stream {self.into + 1} adds: "
+                f"got {kind_of(added)}. Give the block a module that returns this tensor alone."
+            )
         if added.shape != here.shape:
             raise ValueError(
                 f"{self} must return the shape of stream {self.into + 1}, {tuple(here.shape)}: "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multibn._typing import check_choice, check_number
-from multibn.torch_backend.reversible.half_block import Half
+from multibn.torch_backend.reversible.half_block import Half, kind_of
 
 Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 Block: TypeAlias = tuple[nn.Module, nn.Module]
@@ -120,12 +120,12 @@ class ReversibleSequence(nn.Module):
         else is passed as it is. The results have the shapes of `x1` and `x2`, and the dtype of the
         modules' inputs.
 
-        Raises TypeError if `x1` and `x2` hold integers, and ValueError if a module returns another
-        shape than its stream's. Raises RuntimeError if a module changes its inputs, or buffers
-        other than a batch norm's, or if FSDP shards it apart from the others; in the backward pass,
-        if parameters have been modified since the forward pass, if a module needs gradients for
-        other tensors than its parameters and `cond`, or with `create_graph=True`: use
-        `mode="stored"`.
+        Raises TypeError unless `x1` and `x2` are floating-point tensors, or if a module returns
+        anything but a floating-point tensor, and ValueError if a module returns another shape than
+        its stream's. Raises RuntimeError if a module changes its inputs, or buffers other than a
+        batch norm's, or if FSDP shards it apart from the others; in the backward pass, if
+        parameters have been modified since the forward pass, if a module needs gradients for other
+        tensors than its parameters and `cond`, or with `create_graph=True`: use `mode="stored"`.
         """
         return self._run(range(len(self.layers)), x1, x2, *cond)
 
@@ -174,9 +174,12 @@ def _streams(
     x1: Tensor, x2: Tensor, stream_dtype: torch.dtype | None
 ) -> tuple[list[Tensor], torch.dtype]:
     """The streams in the dtype of their sums, and the dtype of the modules' inputs."""
-    seen = torch.promote_types(x1.dtype, x2.dtype)
+    are_tensors = isinstance(x1, Tensor) and isinstance(x2, Tensor)
+    seen = torch.promote_types(x1.dtype, x2.dtype) if are_tensors else torch.bool
     if not seen.is_floating_point:
-        raise TypeError(f"the streams must be floating-point tensors: got {x1.dtype}, {x2.dtype}.")
+        raise TypeError(
+            f"the streams must be floating-point tensors: got {kind_of(x1)}, {kind_of(x2)}."
+        )
     kind = x1.device.type  # is_autocast_enabled raises for "meta"
     if kind != "meta" and torch.is_autocast_enabled(kind):
         seen = torch.promote_types(seen, torch.float32)

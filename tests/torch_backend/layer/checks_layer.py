@@ -183,7 +183,7 @@ def check_average_gradients_counts_missing_ones_as_zero(world: Communicator) -> 
 
 def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
     """Where it would come before the first message."""
-    layer, x = _layer(3, process_group=world), _input(world)
+    layer, x = _layer(3, process_group=world), _input(world).requires_grad_()
     with contextlib.ExitStack() as stack:
         if world.rank == 0:
             stack.enter_context(require.without_core())

@@ -545,6 +545,34 @@ def test_options_that_do_not_fit_are_refused() -> None:
         ReversibleSequence(blocks)(x.long(), x.long())
     with pytest.raises(ValueError, match=r"F of block 0 must return the shape of stream 1, \(2, 3"):
         ReversibleSequence([(nn.Linear(8, 4), Mlp(8))])(x, x)
+    with pytest.raises(TypeError, match=r"must be floating-point tensors: got torch.float32, list"):
+        ReversibleSequence(blocks)(x, [x])
+
+
+class Wrong(nn.Module):
+    """What a function makes of a tensor."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("mode", ["reversible", "stored"])
+@pytest.mark.parametrize(
+    "function, got",
+    [
+        *((lambda x: (x, x), "tuple"), (lambda x: None, "NoneType"), (lambda x: 1.0, "float")),
+        *((lambda x: x.detach().numpy(), "ndarray"), (lambda x: x > 0, "torch.bool")),
+    ],
+)
+def test_a_module_that_returns_no_tensor_is_refused(mode: Any, function: Any, got: str) -> None:
+    message = f"G of block 1 must return a floating-point tensor, .* stream 2 adds: got {got}"
+    model = ReversibleSequence([mlps(), (Mlp(8), Wrong(function))], mode=mode)
+    with pytest.raises(TypeError, match=message):
+        model(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))
 
 
 # Tools that look at operations
