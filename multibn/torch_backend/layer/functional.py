@@ -218,7 +218,7 @@ def check(args: NormArgs, num_channels: int | None, communicator: Communicator) 
         if args.x.is_meta and communicator.size > 1:
             raise TypeError("the input must have data: got meta. Use a layer for shapes.")
         check_options(args)
-        if not torch.compiler.is_compiling():
+        if not autograd.is_transformed():  # these have no kernels, and may be compiled
             kernels.select(args.x.detach())  # may warn, which may be an error of this rank alone
     except (TypeError, ValueError, Warning) as error:
         if isinstance(args.x, Tensor) and len(args.axis) < args.x.ndim - 1:  # splits
