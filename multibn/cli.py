@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         status = args.run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)  # `sys.stdout` may be None
         return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -41,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         cure = ""
         if isinstance(error, ModuleNotFoundError) and str(error).startswith("No module named"):
             cure = f". Run pip install {error.name}, or choose a file of another format"
-        print(f"multibn {args.command}: {error}{cure}", file=sys.stderr)
-        return 2
+        # A file that was written is no refusal, where its report finds no place.
+        done = f"{args.done}, but this could not be printed: " if "done" in args else ""
+        print(f"multibn {args.command}: {done}{error}{cure}", file=sys.stderr)
+        return 1 if done else 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,7 +90,7 @@ def _convert(args: argparse.Namespace) -> int:
     The suffix says what a file is: .npz is Chainer's, .pt, .pth and .safetensors
     are torch's. DST is replaced only when the new file is complete. Notes name
     what is lost. Exit status: 0, or 2 if a file or an option is refused; DST is
-    unchanged then.
+    unchanged then. 1 if DST was written, but the notes could not be printed.
 
     multibn convert model.npz model.pt
     multibn convert --prefix updater/model:main snapshot.npz model.pt
@@ -97,11 +99,12 @@ def _convert(args: argparse.Namespace) -> int:
     names = _names(args.names) if args.names else None
     verb = "replaced" if args.dst.exists() else "wrote"
     converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
+    args.done = f"{verb} {args.dst}: {len(converted.state)} arrays"
     width = shutil.get_terminal_size().columns
     whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # as paths must be
     for note in converted.notes:
         print(textwrap.fill(f"note: {note}", width, subsequent_indent="  ", **whole))
-    print(f"{verb} {args.dst}: {len(converted.state)} arrays")
+    print(args.done)
     return 0
 
 
@@ -119,7 +122,7 @@ def _pool(args: argparse.Namespace) -> int:
 
     All other arrays must be equal in all files; with --average-parameters, they
     are averaged. Exit status: 0, or 2 if a file or an option is refused; DST is
-    unchanged then.
+    unchanged then. 1 if DST was written, but this could not be printed.
 
     multibn pool a.pt b.pt --counts 100 300 -o pooled.pt
     """
@@ -129,5 +132,6 @@ def _pool(args: argparse.Namespace) -> int:
     pooled = pool(states, args.counts, args.src, args.average_parameters)
     verb = "replaced" if args.dst.exists() else "wrote"
     files.write(args.dst, pooled)
-    print(f"{verb} {args.dst}: {len(pooled)} arrays")
+    args.done = f"{verb} {args.dst}: {len(pooled)} arrays"
+    print(args.done)
     return 0

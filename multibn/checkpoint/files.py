@@ -144,8 +144,10 @@ def _check_alone(models: set[str]) -> None:
         )
 
 
-def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str, Any]:
-    """The arrays or tensors below `prefix`, without `prefix`."""
+def _select(
+    values: Mapping[str, Any], prefix: str, separator: str, asked: str = ""
+) -> dict[str, Any]:
+    """The arrays or tensors below `prefix`, the rest of what was `asked` for, without `prefix`."""
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: array_of(values, key) for key in values if key.startswith(start)}
     if not selected:
@@ -154,8 +156,10 @@ def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str,
         near = {key for key in near if key.startswith(prefix)}  # begun alike
         tops = near or {key.split(separator)[0] for key in values}
         found = ", ".join(f"{key!r:.99}" for key in sorted(tops)[:8]) or "no key"
+        above = asked.removesuffix(prefix).rstrip(separator)
+        top = f" in {above!r}" if above else " at the top"
         raise CheckpointError(
-            f"no key is below `prefix` {prefix!r}: found {found}{'' if near else ' at the top'}. "
+            f"no key is below `prefix` {asked or prefix!r}: found {found}{'' if near else top}. "
             "Pass another `prefix`, or none."
         )
     return selected
@@ -213,6 +217,7 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
         _check_alone(
             {k for k, part in parts.items() if any(hasattr(v, "dtype") for v in part.values())}
         )
+    asked = prefix
     name, _, rest = prefix.partition(".")
     while name and isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
         loaded = loaded[name]
@@ -222,7 +227,7 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
             f"must hold a dict of tensors by name: got {type(loaded).__name__}. Save "
             "`model.state_dict()`."
         )
-    tensors = _select(loaded, prefix, ".")
+    tensors = _select(loaded, prefix, ".", asked)
     for key, t in tensors.items() if sizes else ():
         is_plain = type(t).__name__ in ("Tensor", "Parameter") and not t.is_nested
         storage = t.untyped_storage() if is_plain else None

@@ -99,6 +99,11 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
     refused(tmp_path / "a.pt", "below `prefix` 'modle': found 'epoch', 'model'", prefix="modle")
     refused(tmp_path / "a.pt", "a dict of tensors by name: got dict", prefix="optimizer.state")
     torch.save({"all": {"model": model}, "epoch": 3}, tmp_path / "a.pt")
+    torch.save({"all": {"model": {}}}, tmp_path / "b.pt")
+    message = r"below `prefix` 'all\.model': found no key in 'all\.model'\. Pass another"
+    refused(tmp_path / "b.pt", message, prefix="all.model")
+    message = r"below `prefix` 'all\.model\.x': found 'bn', .* in 'all\.model'"
+    refused(tmp_path / "a.pt", message, prefix="all.model.x")
     for prefix in ("all.model", "all.model."):
         state = convert(tmp_path / "a.pt", tmp_path / "a.npz", prefix=prefix).state
         assert "bn/avg_mean" in state

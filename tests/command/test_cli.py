@@ -86,6 +86,29 @@ def test_a_reader_that_has_ended_is_no_error() -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_report_that_finds_no_place_is_no_refusal(tmp_path: Path) -> None:
+    """A status of 2 says that the file is unchanged."""
+    require.need("torch")
+    import torch
+
+    torch.save(torch.nn.BatchNorm2d(2).state_dict(), tmp_path / "a.pt")
+    commands = {
+        "convert a.pt b.npz >/dev/full": (1, "convert: wrote b.npz: 5 arrays, but this could not"),
+        "pool a.pt --counts 1 -o b.pt >/dev/full": (1, "pool: wrote b.pt: 5 arrays, but this cou"),
+        "info >/dev/full": (2, "info: [Errno 28]"),
+        "convert a.pt c.npz >&-": (0, ""),
+    }
+    for command, (status, message) in commands.items():
+        ran = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m multibn {command}"],
+            capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment(),
+        )  # fmt: skip
+        assert ran.returncode == status, ran.stderr
+        assert ran.stderr.startswith(f"multibn {message}" if message else ""), ran.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt", "b.npz", "b.pt", "c.npz"}
+
+
 def test_sources_that_hide_an_installation_are_told_apart(tmp_path: Path) -> None:
     """Python finds the sources of the present folder first, where nothing was built."""
     sources, installed = tmp_path / "sources", tmp_path / "installed"
