@@ -259,7 +259,8 @@ class MultiNodeBatchNormalization(chainer.Link):
             axis, mask = functions.check_input(x, channels, self.axis, sharing, **options)
         else:
             axis = plan.axis
-        args = NormArgs(x, self.gamma, self.beta, self.eps, axis, self.fuse_relu, mask, residual)
+        others: Any = {"relu": self.fuse_relu, "mask": mask, "residual": residual}
+        args = NormArgs(x, self.gamma, self.beta, self.eps, axis, **others)
         if not trains:
             return self._evaluate(args)
         if plan is None:

@@ -134,7 +134,8 @@ def layer(
     drawn = np.random.default_rng(1).normal(1, 1, (2, *channels))
     weight, bias = (of(cast(v, kind)) for v, kind in zip(drawn, parameters, strict=True))
     there = None if mask is None else of(mask)
-    return NormArgs(x, weight, bias, EPS, axis, relu, there, added if residual else None), dy
+    others: Any = {"relu": relu, "mask": there, "residual": added if residual else None}
+    return NormArgs(x, weight, bias, EPS, axis, **others), dy
 
 
 def others_of(i: NormArgs) -> dict[str, Any]:
