@@ -149,8 +149,9 @@ def unseen() -> AbstractContextManager[Any]:
 
     Torch's policy counts operations, and a layer has other ones in the recomputation.
     """
-    is_taped = not torch.compiler.is_compiling() and recompute.state.stack
-    return without_dispatch_modes() if is_taped else _NOTHING
+    if torch.compiler.is_compiling() or not recompute.state.stack or get_dispatch_mode(MAKE_FX):
+        return _NOTHING
+    return without_dispatch_modes()
 
 
 def needs_gradient(x: Tensor) -> bool:

@@ -29,6 +29,7 @@ from multibn.options import NormOptions
 from multibn.torch_backend._torch_private import (
     ACTIVE_DDP,
     MAKE_FX,
+    FakeTensor,
     get_dispatch_mode,
     get_tracing_state,
 )
@@ -309,8 +310,8 @@ def check_plain(name: str, x: Any, /) -> None:
     kind = type(x)
     if not isinstance(x, Tensor) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         return
-    # Those of torch.distributed give plain results, and fake tensors have no numbers.
-    if not kind.__module__.startswith(("torch.distributed.", "torch._subclasses.")):
+    # Operations of torch.distributed's give plain results, and fake tensors have no numbers.
+    if not (kind.__module__.startswith("torch.distributed.") or isinstance(x, FakeTensor)):
         raise TypeError(
             f"{name} must be a plain tensor: got a {kind.__qualname__}, whose class has a "
             "`__torch_dispatch__`. Pass the tensor that it wraps, and say by `mask` of the layer "
