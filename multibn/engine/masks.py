@@ -110,9 +110,15 @@ def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
 
 def _cure(mask: tuple[int, ...], x: tuple[int, ...]) -> str:
     """The cure for a mask whose shape does not fit the shape of the input, if there is one."""
-    if mask == x[:-1]:
-        return " Transpose an input with its channels last before, and its output after."
-    return " Leave the axis of the channels out: mask[:, 0]." if len(mask) == len(x) else ""
+    cures = {
+        x[:1]: f"Give a mask of whole samples its other axes: mask[:{', None' * (len(x) - 2)}].",
+        x[:-1]: "Transpose an input with its channels last before, and its output after.",
+        (x[0], *x[2:], 1): "Leave the axis of the channels out: mask[..., 0].",
+    }
+    cures |= {
+        (x[0], n, *x[2:]): "Leave the axis of the channels out: mask[:, 0]." for n in (1, x[1])
+    }
+    return f" {cures[mask]}" if mask in cures else ""
 
 
 def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:

@@ -192,6 +192,11 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
      r"`mask` must have the shape of the input without the channels, \(4, 7\), or one that "
      r"broadcasts to it: got \(4, 3, 7\) for an input of shape \(4, 3, 7\)\. Leave the axis of the "
      r"channels out: mask\[:, 0\]\."),
+    ("features", {"mask": torch.ones(4, L, 1).bool()}, ValueError,
+     r"got \(4, 7, 1\) .*Leave the axis of the channels out: mask\[\.\.\., 0\]\."),
+    ("samples", {"mask": torch.ones(4).bool()}, ValueError,
+     r"got \(4,\) .* whole samples its other axes: mask\[:, None\]\."),
+    ("other", {"mask": torch.ones(4, 2, L).bool()}, ValueError, r"\(4, 3, 7\)\.$"),
     ("size", {"mask": torch.ones(3, L).bool()}, ValueError, r"\(4, 7\), .* got \(3, 7\)"),
     ("dtype", {"mask": torch.ones(4, L)}, TypeError, "must be of dtype bool.*: got torch.float32. "
      "Compare first: mask > 0, or mask == 0 if what counts has 0 and padding -inf"),
