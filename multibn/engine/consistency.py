@@ -178,6 +178,11 @@ def _how_different(
             "average_gradients, or ChainerMN's multi-node optimizer does that), or the models "
             "began with other numbers. "
         )
+    elif statistics.issuperset(names[i] for i in differing):
+        cause = (
+            "Running statistics alone differ: these layers do not share theirs, or in groups "
+            "(convert_sync_batchnorm, create_mnbn_model and sync_running_stats change that). "
+        )
     return (
         f"{len(differing)} of {len(names)} arrays are not the same on all {communicator.size} "
         f"ranks. They differ from rank 0's: {_shortened(lines, '; ')}. {cause}Broadcast them "

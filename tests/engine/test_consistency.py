@@ -61,6 +61,13 @@ def _says(arrays: Any) -> str:
     return first
 
 
+def test_statistics_alone_that_differ_tell_of_layers_that_do_not_share() -> None:
+    def arrays(rank: int) -> dict[str, Any]:
+        return {"bn.running_mean": np.full(1, rank), "weight": np.full(1, 0)}
+
+    assert "alone differ: these layers do not share theirs, or in groups (conv" in _says(arrays)
+
+
 @pytest.mark.parametrize("statistics", ["bn.running_mean", "bn.avg_mean"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_parameters_alone_that_differ_tell_of_gradients(statistics: str, which: int) -> None:
