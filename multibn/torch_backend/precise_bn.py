@@ -31,7 +31,7 @@ from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import steps
 from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.autograd import without_autocast
-from multibn.torch_backend.layer.base import SyncNormBase
+from multibn.torch_backend.layer.base import SyncNormBase, check_module
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 from multibn.torch_backend.train.join import tensors_in
 from multibn.torch_backend.train.synchrony import participants
@@ -129,11 +129,12 @@ def update_bn_stats(
             f"update_bn_stats takes two arguments by place: got {unnamed} after them. Name what "
             "follows: fvcore's third is `num_iters=`, a number of batches."
         )
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"`model` must be a torch.nn.Module: got {type(model).__qualname__}. The order is "
-            "`update_bn_stats(model, data_loader)`; torch's swa_utils.update_bn has the other one."
-        )
+    check_module(
+        "model",
+        model,
+        "The order is `update_bn_stats(model, data_loader)`; torch's swa_utils.update_bn has the "
+        "other one.",
+    )
     check_arguments(num_samples, num_iters, estimator)
     inner = _innermost(model)
     layers = list(_layers_in_training(inner, estimator))
@@ -205,7 +206,7 @@ def _forward(model: nn.Module, batch: Any, *, left_out: set[str]) -> None:
             left_out.update(filter(_MASK.search, inspect.signature(model.forward).parameters))
     try:
         model(batch[0] if has_several else batch)
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
         if isinstance(error, ValueError) and not has_several:
             raise
         kind = ValueError if isinstance(error, ValueError) else TypeError

@@ -268,3 +268,21 @@ def test_wrong_arguments_are_refused_when_built(room: Callable[[], dict[Call, Ca
                     continue
             wrong.append(f"{_name(built)}({name}={value!r}): {said}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_no_module_is_named_by_functions_of_models() -> None:
+    optimizer: Any = torch.optim.SGD(_model().parameters())
+    for function in (
+        torch_backend.check_sync,
+        torch_backend.convert_sync_batchnorm,
+        torch_backend.join,
+        torch_backend.revert_sync_batchnorm,
+        torch_backend.sync_running_stats,
+        lambda model: torch_backend.step_statistics(model).__enter__(),
+    ):
+        with pytest.raises(
+            TypeError, match=r"`mod.*` must be a torch\.nn\.Module: got SGD\. Pass t"
+        ):
+            function(optimizer)
+    with pytest.raises(TypeError, match=r"`parameters` must be tensors: got SGD\. Pass the model"):
+        torch_backend.average_gradients(optimizer)

@@ -21,7 +21,7 @@ from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import compiled, data_parallel, functional
 from multibn.torch_backend.layer.autograd import running_of
-from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase
+from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, given
 from multibn.torch_backend.layer.sub_batch_norm import Part
 
@@ -215,7 +215,7 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
 
 def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
     """The layers to convert. All others that have statistics are an error or a warning."""
-    _check_module(module)
+    check_module("module", module)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
@@ -236,7 +236,8 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
     elif not (layers or any(isinstance(part, SyncNormBase) for part in module.modules())):
         message = (
             f"`module` must have a batch norm of torch: got none in {_name(module)}, so that no "
-            "statistics are shared. Group norms and layer norms need no sharing."
+            "statistics are shared. Frozen norms (of torchvision's detectors, for example), group "
+            "norms and layer norms need no sharing."
         )
     if message and strict:
         raise TypeError(message)
@@ -268,7 +269,7 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
     >>> type(model[1]).__name__
     'BatchNorm2d'
     """
-    _check_module(module)
+    check_module("module", module)
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
         if not isinstance(part, SyncNormBase):
@@ -285,13 +286,6 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
             stacklevel=2,
         )
     return module
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"`module` must be a torch.nn.Module: got {type(module).__qualname__}. Pass the model."
-        )
 
 
 _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"

@@ -29,6 +29,14 @@ LOCAL = SingleProcess()
 compiled.register(LOCAL)
 
 
+def check_module(name: str, module: object, advice: str = "Pass the model.") -> None:
+    """Raise TypeError unless `module` is a module; `name` is the argument's."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`{name}` must be a torch.nn.Module: got {type(module).__qualname__}. {advice}"
+        )
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of `module` runs hooks of its own.
 

@@ -11,7 +11,7 @@ from multibn._typing import RunningVar
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
 from multibn.torch_backend.layer.autograd import running_of, unseen
-from multibn.torch_backend.layer.base import SyncNormBase
+from multibn.torch_backend.layer.base import SyncNormBase, check_module
 
 
 @contextmanager
@@ -59,6 +59,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     >>> layer.running_mean, layer.num_batches_tracked
     (tensor([4.]), tensor(1))
     """
+    check_module("model", model)
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, SyncNormBase)]
     if not layers:
         raise ValueError(

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.handshake import allreduce_at
 from multibn.engine.lockstep import END, Lockstep
+from multibn.torch_backend.layer.base import check_module
 from multibn.torch_backend.train.synchrony import participants
 
 
@@ -204,6 +205,7 @@ def join(
     >>> model[0].num_batches_tracked
     tensor(2)
     """
+    check_module("model", model)
     return Joined(participants(model, process_group), empty)
 
 

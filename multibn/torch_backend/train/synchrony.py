@@ -20,7 +20,7 @@ from multibn.engine.running import pool_running
 from multibn.kernels.steps import as_wide
 from multibn.torch_backend._torch_private import flatten_dense_tensors, unflatten_dense_tensors
 from multibn.torch_backend.layer import dtensors
-from multibn.torch_backend.layer.base import SyncNormBase
+from multibn.torch_backend.layer.base import SyncNormBase, check_module
 
 How: TypeAlias = Literal["broadcast", "pool"]
 
@@ -51,7 +51,7 @@ def check_sync(
     ----------
     model
         Parameters and buffers are compared, under the names of the state dict. Of a sharded model,
-        each rank has other parts: compare its full state instead.
+        each rank has other parts: `ignore=dict(model.named_parameters())` compares its buffers.
     process_group
         The ranks to compare, anything that `multibn.as_communicator` takes. Default: the ranks of a
         DistributedDataParallel in the model; else the largest group of its synchronized layers, or
@@ -79,6 +79,7 @@ def check_sync(
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> check_sync(model)  # passes on one rank
     """
+    check_module("model", model)
     named = chain(model.named_parameters(), model.named_buffers())
     arrays = {name: None if is_lazy(t) else t for name, t in named}
     options = {
@@ -92,7 +93,10 @@ def check_sync(
 
 def _dense_on_host(t: Tensor) -> Any:
     if dtensors.among([t]):
-        raise TypeError("each rank has a part of it.")
+        raise TypeError(
+            "each rank has a part of it. Of parameters that are all sharded, as by FSDP2, "
+            "`ignore=dict(model.named_parameters())` leaves the buffers to compare."
+        )
     return to_host(t if t.layout is torch.strided else t.to_dense())
 
 
@@ -129,6 +133,7 @@ def sync_running_stats(
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     >>> sync_running_stats(model, how="pool")  # nothing changes on one rank
     """
+    check_module("model", model)
     check_choice("how", how, How)
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     means = [m.running_mean for m in layers if m.running_mean is not None]
@@ -201,7 +206,7 @@ def average_gradients(
     model = nn.Module()
     if isinstance(parameters, nn.Module):
         model, parameters = parameters, [*parameters.parameters()]
-    elif isinstance(parameters, Tensor):
+    elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
         parameters = [parameters]
     is_iterator, parameters = isinstance(parameters, Iterator), list(parameters)
     if is_iterator and not parameters:

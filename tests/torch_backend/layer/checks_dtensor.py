@@ -39,6 +39,7 @@ from multibn.torch_backend import (
     convert_sync_batchnorm,
     sync_batch_norm,
 )
+from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from tests.harness.runs import on
 from tests.helpers.pages import script
 from tests.helpers.spread import OTHERS
@@ -280,8 +281,13 @@ def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None
             _place(torch.ones(4, C, 2, 2).double(), mesh, BOTH)
         )
     layer(x)
+    placed_model = distribute_module(nn.Linear(2, 2), mesh)
+    told = r"each rank has a part of it\. .* `ignore=dict\(model\.named_parameters\(\)\)` leaves"
+    with pytest.raises(TypeError, match=told):
+        expect_in_sync(placed_model)
+    expect_in_sync(placed_model, ignore=dict(placed_model.named_parameters()))
     with pytest.raises(TypeError, match=r"`parameters` must not be sharded: got a DTensor\. FSDP"):
-        average_gradients(distribute_module(nn.Linear(2, 2), mesh))
+        average_gradients(placed_model)
 
 
 def check_a_named_group_decides(world: Communicator) -> None:

@@ -362,6 +362,10 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
     ):
         with pytest.raises(TypeError, match=call + ".*pass it: `forward_fn=lambda"):
             precise(model, [batch])
+    with pytest.raises(
+        TypeError, match=r"missing the required \"forward\" .*pass it: `forward_fn="
+    ):
+        precise(nn.ModuleList([nn.BatchNorm1d(3)]), [x])  # as a LightningModule without forward
     for layer in (nn.BatchNorm3d(3), SubBatchNorm3d(2, 3)):  # of one pathway of a list, without N
         with pytest.raises(ValueError, match=r"of type list: .* for SlowFast's lists of"):
             precise(layer, [[torch.ones(4, 3, 8, 8)]])
