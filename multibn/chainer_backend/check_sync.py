@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import chainer
 import numpy as np
 
-from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization
+from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization, check_link
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.engine.consistency import check_equal, largest_group
 
@@ -53,6 +53,7 @@ def check_sync(
     >>> from multibn.chainer import check_sync
     >>> check_sync(L.BatchNormalization(8), ignore=["*/avg_*"])  # passes on one rank
     """
+    check_link("model", model)
     arrays = {name: parameter.array for name, parameter in model.namedparams()}
     for path, link in model.namedlinks():
         for name in link._persistent:

@@ -9,7 +9,7 @@ import chainer
 from chainer import links as L
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, list_obstacles, overridden
-from multibn.chainer_backend.links import MultiNodeBatchNormalization
+from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link
 from multibn.communicators import CommunicatorLike
 
 
@@ -63,6 +63,7 @@ def create_mnbn_model(
     >>> type(model).__name__
     'MultiNodeBatchNormalization'
     """
+    check_link("link", link)
     make = partial(
         MultiNodeBatchNormalization,
         comm=comm,

@@ -20,7 +20,7 @@ from multibn._typing import list_obstacles
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.check_sync import participants
 from multibn.chainer_backend.convert import others
-from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
+from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link, steps
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.engine.precise import Pass, Population, input_of, length_of
 
@@ -115,6 +115,7 @@ class FinetunePopulationStatistics(training.Extension):
                 "`iterator` must end after one pass: got one that repeats. Make it with "
                 "repeat=False."
             )
+        check_link("target", target)
         if comm is not None:
             as_communicator(comm)
         if rest := others(target):

@@ -27,6 +27,14 @@ from multibn.kernels import Running
 from multibn.options import NormOptions
 
 
+def check_link(name: str, link: object) -> None:
+    """Raise TypeError unless `link` is a link; `name` is the argument's."""
+    if not isinstance(link, chainer.Link):
+        raise TypeError(
+            f"`{name}` must be a chainer.Link: got {type(link).__qualname__}. Pass the model."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions(NormOptions):
     """The options of a link, in Chainer's words."""
@@ -342,6 +350,7 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
     >>> print(link.avg_mean)
     [4.]
     """
+    check_link("model", model)
     links = [link for link in model.links() if isinstance(link, MultiNodeBatchNormalization)]
     if not links:
         raise ValueError(
