@@ -27,7 +27,7 @@ from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import skips
 from multibn.engine.precise import Estimate, Pass, Population, input_of, length_of
 from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
-from multibn.engine.statistics import aggregate, local_moments
+from multibn.engine.statistics import OneValueError, aggregate, local_moments
 from multibn.kernels import steps
 from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.autograd import without_autocast
@@ -207,7 +207,7 @@ def _forward(model: nn.Module, batch: Any, *, left_out: set[str]) -> None:
     try:
         model(batch[0] if has_several else batch)
     except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
-        if isinstance(error, ValueError) and not has_several:
+        if isinstance(error, OneValueError if has_several else ValueError):
             raise
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from multibn.engine.statistics import OneValueError
 from multibn.torch_backend import (
     NaiveSyncBatchNorm2d,
     SubBatchNorm1d,
@@ -366,6 +367,8 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
         TypeError, match=r"missing the required \"forward\" .*pass it: `forward_fn="
     ):
         precise(nn.ModuleList([nn.BatchNorm1d(3)]), [x])  # as a LightningModule without forward
+    with pytest.raises(OneValueError, match=r"Use a larger batch, .* with running statistics\.$"):
+        precise(SyncBatchNorm(3), [(x[:1], 0)])  # the last batch of a loader
     for layer in (nn.BatchNorm3d(3), SubBatchNorm3d(2, 3)):  # of one pathway of a list, without N
         with pytest.raises(ValueError, match=r"of type list: .* for SlowFast's lists of"):
             precise(layer, [[torch.ones(4, 3, 8, 8)]])
