@@ -57,23 +57,24 @@ def run_ranks(size: int, function: Callable[[ThreadCommunicator], T]) -> list[T]
     """Results of `function(communicator)` on each of `size` ranks; the first error is raised."""
     shared = _Shared(size)
 
-    def run(rank: int) -> T:
+    def run(rank: int) -> tuple[Any, BaseException | None]:
         communicator = ThreadCommunicator(rank, shared)
         try:
-            return function(communicator)
-        except BaseException:
+            return function(communicator), None
+        except BaseException as error:
             communicator.abort()  # nobody waits for a rank that failed
-            raise
+            return None, error
 
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
+        others = [pool.submit(run, rank) for rank in range(1, size)]
+        # torch before 2.13 dies where a second thread of a process compiles.
+        ended = [run(0), *(other.result() for other in others)]
     if "torch._dynamo" in sys.modules:  # `update_bn_stats` puts compilation off, for all threads
         sys.modules["torch"].compiler.set_stance("default")
-    errors = [f.exception() for f in futures if f.exception()]
+    errors = [error for _, error in ended if error]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-        assert error is not None
         raise error
-    return [f.result() for f in futures]
+    return [value for value, _ in ended]
 
 
 class CountingCommunicator(ChannelCommunicator):

@@ -182,7 +182,7 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(cuda, "_known", {})
-    current = [0]
+    current = [-1]  # of host memory
     monkeypatch.setattr(launch, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device_of", second)
     monkeypatch.setattr(kernel, "run", looked_at)

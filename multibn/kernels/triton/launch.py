@@ -82,7 +82,7 @@ def launch(
     memory, the key is None, and Triton looks.
     """
     device = arguments[0].get_device()
-    if device != -1 and device != current_device():  # -1: host memory, in Triton's interpreter
+    if device != current_device():
         with torch.cuda.device_of(arguments[0]):
             launch(kernel, programs, arguments, constants, key, known)
         return
@@ -106,5 +106,7 @@ def launch(
 _INT64, _FLOAT64 = struct.Struct("=q"), struct.Struct("=d")
 hooks: Any = knobs.runtime.launch_enter_hook  # profilers set some
 _thread = _Thread()
-current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+current_device: Any = lambda: -1  # noqa: E731 (of host memory, in Triton's interpreter)
+current_stream: Any = lambda device: 0  # noqa: E731
+if torch.cuda.is_available():  # a torch built for GPUs has the functions elsewhere, too
+    current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
