@@ -48,7 +48,8 @@ class MPI(ChannelCommunicator):
     Attributes
     ----------
     world_ranks
-        The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all.
+        The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all, and
+        in place of a rank for a process outside of it, which `Comm.Spawn` has started.
 
     Raises
     ------
@@ -71,7 +72,7 @@ class MPI(ChannelCommunicator):
     """
 
     def __init__(self, comm: "Comm | None" = None) -> None:
-        self.world_ranks: tuple[int, ...] | None = None
+        self.world_ranks: tuple[int | None, ...] | None = None
         if comm is None:
             return
         self.mpi_comm = comm
@@ -87,12 +88,12 @@ class MPI(ChannelCommunicator):
                 "the communicator must be an intracommunicator: got an intercommunicator. "
                 "Merge its two groups first: comm.Merge()."
             )
-        # A world of one process is congruent to COMM_SELF, which must stay this process alone.
-        is_world = mpi.Comm.Compare(comm, mpi.COMM_WORLD) in (mpi.IDENT, mpi.CONGRUENT)
-        if not is_world or comm == mpi.COMM_SELF:
-            group, world = comm.group, mpi.COMM_WORLD.group
+        # A world of one process has the group of COMM_SELF, which must stay this process alone.
+        # Open MPI compares no communicator of an MPI.Session's with another one, but the groups.
+        group, world = comm.group, mpi.COMM_WORLD.group
+        if mpi.Group.Compare(group, world) != mpi.IDENT or comm == mpi.COMM_SELF:
             ranks = mpi.Group.Translate_ranks(group, range(group.size), world)
-            self.world_ranks = tuple(ranks)
+            self.world_ranks = tuple(None if r == mpi.UNDEFINED else r for r in ranks)
 
     @cached_property
     def mpi_comm(self) -> "Comm":
@@ -114,9 +115,20 @@ class MPI(ChannelCommunicator):
     def split(self, color: int, key: int = 0) -> "MPI":
         return MPI(self.mpi_comm.Split(color, key))
 
+    @property
+    def identity(self) -> object:
+        return self.channel if None in (self.world_ranks or ()) else super().identity
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world_ranks is not None and len(self.world_ranks) == 1:
             return SingleProcess, ()
+        if None in (self.world_ranks or ()):
+            raise TypeError(
+                f"a communicator with processes that Comm.Spawn has started cannot be pickled: got "
+                f"{self!r}, None for these, on its rank {self.rank}. Save the model's "
+                "state in place of the model, or pickle it with another communicator, None for "
+                "this process alone."
+            )
         return _restore, (self.world_ranks,)
 
     def __repr__(self) -> str:
