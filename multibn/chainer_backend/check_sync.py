@@ -1,6 +1,7 @@
 """Equal models on all ranks: a check, and the ranks that act on a model together."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import chainer
 import numpy as np
@@ -30,7 +31,8 @@ def check_sync(
     Parameters
     ----------
     model
-        Parameters and persistent arrays and numbers are compared, under names as `"/bn/avg_mean"`.
+        Parameters and persistent values are compared, under names as `"/bn/avg_mean"`: arrays,
+        numbers, strings, and sequences of these.
     comm
         The ranks to compare, anything that `multibn.as_communicator` takes. Default: the largest
         group of the model's multi-node links; without such links, torch's default process group.
@@ -43,6 +45,8 @@ def check_sync(
     ValueError
         If `comm` is None and a launcher started several processes, but the model's links name no
         process but this one.
+    TypeError
+        If a value is none of these. RuntimeError then on the other ranks.
     RuntimeError
         On all ranks. If values differ, the message has names, ranks and largest differences from
         rank 0; if the models are built differently, the additional and the missing names.
@@ -58,13 +62,19 @@ def check_sync(
     for path, link in model.namedlinks():
         for name in link._persistent:
             value = link.__dict__[name]
-            if np.isscalar(value) and not isinstance(value, str):
-                value = np.asarray(value)
-            if value is None or isinstance(value, chainer.get_array_types()):
-                arrays[f"{path.rstrip('/')}/{name}"] = value
+            is_array = value is None or isinstance(value, chainer.get_array_types())
+            arrays[f"{path.rstrip('/')}/{name}"] = value if is_array else _as_array(value)
     options = {
         path.rstrip("/"): vars(LinkOptions.of(link))
         for path, link in model.namedlinks()
         if isinstance(link, MultiNodeBatchNormalization)
     }
     check_equal(arrays, participants(model, comm), options=options, ignore=ignore)
+
+
+def _as_array(value: Any) -> Any:
+    """A persistent value as Chainer's serializers store it; one of objects is refused."""
+    try:
+        return np.asarray(value)
+    except ValueError:  # a sequence whose items differ in length
+        return np.asarray(None)

@@ -83,6 +83,8 @@ def check_equal(
         array: Any = arrays[name]
         try:
             copies.append(np.zeros(0) if array is None else copied(array))
+            if copies[-1].dtype.hasobject:
+                raise TypeError("it holds Python objects")
             described[name] = _described(array)
         except (TypeError, RuntimeError, NotImplementedError) as error:
             refused = TypeError(
@@ -164,12 +166,11 @@ def _how_different(
     distances = gather([_distance(copies[i], communicator) for i in differing], communicator)
     lines = []
     for number, i in enumerate(differing):
-        far = [
-            f"{distances[rank][number]:.3g} on rank {rank}"
-            for rank, texts in enumerate(by_rank)
-            if texts[i] != by_rank[0][i]
-        ]
-        lines.append(f"{names[i]} by up to {_shortened(far)}")
+        ranks = [rank for rank, texts in enumerate(by_rank) if texts[i] != by_rank[0][i]]
+        far = [f"{distances[rank][number]:.3g} on rank {rank}" for rank in ranks]
+        is_seen = any(distances[rank][number] for rank in ranks)
+        how = f"by up to {_shortened(far)}" if is_seen else f"on rank(s) {ranks}"
+        lines.append(f"{names[i]} {how}")
     statistics = {name for name in names if name.rpartition(".")[2].startswith(_STATISTICS)}
     cause = ""
     if statistics and statistics.isdisjoint(names[i] for i in differing):
@@ -191,8 +192,11 @@ def _how_different(
 
 
 def _distance(mine: npt.NDArray[Any], communicator: Communicator) -> float:
-    """The largest absolute difference from rank 0's. Collective: one allreduce of the size."""
-    mine = mine.reshape(-1)
+    """The largest absolute difference from rank 0's. Collective: one allreduce of the size.
+
+    0 where float64 shows none: of text and records, of huge integers, of 0 and -0.
+    """
+    mine = mine.reshape(-1) if mine.dtype.kind in "biufcmM" else np.zeros(0)
     wide = (mine.view(mine.real.dtype) if np.iscomplexobj(mine) else mine).astype(np.float64)
     first = communicator.allreduce(wide if communicator.rank == 0 else np.zeros_like(wide))
     with np.errstate(invalid="ignore"):  # inf - inf

@@ -181,6 +181,29 @@ def check_a_perturbed_element_is_found(world: Communicator) -> None:
     expect_in_sync(model, world, ignore=["*/avg_var", "*/N"])
 
 
+@only("mpiexec", sizes=(2,))
+def check_persistent_values_of_any_kind_are_compared_or_refused(world: Communicator) -> None:
+    different = r"/own (on rank\(s\) \[1\]|by up to 1 on rank 1)\. "
+    refused = "`/own`, a ndarray, cannot be compared: it holds Python objects"
+    for values, kind, said in (
+        ((2**64 - 1, 2**64 - 2), RuntimeError, different),
+        (("one", "two"), RuntimeError, different),
+        (([1, 2], [1, 3]), RuntimeError, different),
+        ((None, 1), RuntimeError, "lacks /own with shape=no value yet"),
+        ((10**30, 10**30), TypeError, refused),
+        ((object(), object()), TypeError, refused),
+        (([[1], [1, 2]],) * 2, TypeError, refused),
+        ((1, object()), (RuntimeError, TypeError)[world.rank], r"cannot be compared(:| on rank\()"),
+    ):
+        link = chainer.Link()
+        link.add_persistent("own", values[world.rank])
+        with pytest.raises(kind, match=said):
+            expect_in_sync(link, world)
+        expect_in_sync(link, world, ignore="/own")
+    link.own = "one"
+    expect_in_sync(link, world)
+
+
 @only("mpiexec", sizes=(3,))
 def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
     """README calls them without a communicator."""

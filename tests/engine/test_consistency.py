@@ -107,6 +107,31 @@ def test_complex_numbers_are_compared_and_patterns_ignored() -> None:
     run_ranks(2, check)
 
 
+def test_what_float64_does_not_show_is_named_without_a_distance() -> None:
+    for first, second in (
+        (np.array(["ab"]), np.array(["ac"])),
+        (np.array([(1, 2.0)], "i4,f4"), np.array([(1, 3.0)], "i4,f4")),
+        (np.array(2**63), np.array(2**63 + 1)),
+        (np.zeros(1), -np.zeros(1)),
+    ):
+        own = first, second
+        assert "rank 0's: own on rank(s) [1]. B" in _says(lambda rank, own=own: {"own": own[rank]})
+
+
+def test_python_objects_are_refused() -> None:
+    """Equal ones may have unlike addresses."""
+
+    def check(world: Communicator) -> None:
+        arrays = {"own": np.array([10**30]), "w": np.zeros(1)}
+        with pytest.raises(
+            TypeError, match=r"^`own`, a ndarray, cannot be compared: it holds Pyth"
+        ):
+            check_equal(arrays, world)
+        check_equal(arrays, world, ignore="own")
+
+    run_ranks(2, check)
+
+
 def test_a_layer_alone_has_a_name() -> None:
     def check(world: Communicator) -> None:
         options = {"": {"eps": 1e-5 * (1 + world.rank)}}
