@@ -103,9 +103,10 @@ def create_mnbn_model(
                 "input yet. Call the model once before."
             )
         # The old link's parameters, if there are any, come with its attributes.
-        new = make(1, decay=old.decay, eps=old.eps, use_gamma=False, use_beta=False)
+        options: Any = {"decay": old.decay, "eps": old.eps, "axis": old.axis}
+        new = make(old.avg_mean.shape, **options, use_gamma=False, use_beta=False)
         memo[id(old)] = new
-        new.__dict__.update(copy.deepcopy(old.__dict__, memo))
+        new.__dict__.update(copy.deepcopy(old.__dict__, memo), axis=new.axis)
     return copy.deepcopy(link, memo)
 
 

@@ -163,10 +163,6 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.nonfinite: Nonfinite = nonfinite
         self.fuse_relu = fuse_relu
         LinkOptions.of(self).check()
-        if axis is not None:
-            axis = tuple(sorted({*axis} if isinstance(axis, Sequence) else {axis}))
-            check_ints("axis", axis, least=0)
-        self.axis = axis
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
         if self._highprec_dtype.kind != "f":
             raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")
@@ -174,6 +170,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.add_persistent("N", 0)
         self.add_persistent("avg_mean", np.zeros(size, self._highprec_dtype))
         self.add_persistent("avg_var", np.zeros(size, self._highprec_dtype))
+        self.axis = None if axis is None else _checked(axis, self.avg_mean.ndim)
         with self.init_scope():
             if use_gamma:
                 self.gamma = self._parameter(1 if initial_gamma is None else initial_gamma)
@@ -375,6 +372,19 @@ def _name(link: chainer.Link | None) -> str:
     """The link's name in the model whose forward pass is running."""
     path = find_module_path(link, chainer.Link, lambda model: model.namedlinks(skipself=True))
     return path.strip("/").replace("/", ".") or type(link).__qualname__
+
+
+def _checked(axis: Any, num_channel_axes: int) -> tuple[int, ...]:
+    """The axes to reduce, in order; raises unless an input can have them."""
+    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    check_ints("axis", axes, least=0)
+    axes, ndim = tuple(sorted(map(int, axes))), len(axes) + num_channel_axes
+    if not axes or len({*axes}) < len(axes) or axes[-1] >= ndim:
+        raise ValueError(
+            f"`axis` must have 1 or more axes, each once and below {ndim}, the number of axes of "
+            f"an input with this `size`: got {axis!r}. None reduces all but the channel axes."
+        )
+    return axes
 
 
 def _wrapped(comm: CommunicatorLike, communication_backend: str) -> Communicator:

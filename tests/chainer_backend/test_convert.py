@@ -126,6 +126,15 @@ def test_the_numbers_of_links_are_checked(name: str, value: float) -> None:
         create_mnbn_model(chainer.ChainList(link), LOCAL)
 
 
+def test_the_axes_of_links_are_checked() -> None:
+    """Chainer's link checks them in a call; of axes named twice multibn made a wrong gradient."""
+    link = create_mnbn_model(L.BatchNormalization(2, axis=[np.int64(2), 0]), LOCAL)
+    assert repr(link.axis) == "(0, 2)"
+    link(np.ones((3, 2, 4), "f"))
+    with pytest.raises(ValueError, match="`axis` must have 1 or more axes, each once"):
+        create_mnbn_model(L.BatchNormalization(2, axis=(0, 0)), LOCAL)
+
+
 def test_a_link_without_a_size_is_refused() -> None:
     with pytest.raises(ValueError, match="must have a size: got one in `link` that has seen no"):
         create_mnbn_model(chainer.ChainList(L.BatchNormalization(axis=0)), LOCAL)
