@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import numpy as np
 
@@ -55,6 +56,8 @@ class MPI(ChannelCommunicator):
     ------
     ValueError
         If `comm` is MPI.COMM_NULL: this process is not part of it.
+    RuntimeError
+        After `MPI.Finalize()`, also at each use.
     TypeError
         If `comm` is an intercommunicator.
 
@@ -75,7 +78,8 @@ class MPI(ChannelCommunicator):
         self.world_ranks: tuple[int | None, ...] | None = None
         if comm is None:
             return
-        self.mpi_comm = comm
+        self._comm = comm
+        comm = self.mpi_comm
         from mpi4py import MPI as mpi
 
         if comm == mpi.COMM_NULL:
@@ -95,9 +99,17 @@ class MPI(ChannelCommunicator):
             ranks = mpi.Group.Translate_ranks(group, range(group.size), world)
             self.world_ranks = tuple(None if r == mpi.UNDEFINED else r for r in ranks)
 
-    @cached_property
+    @property
     def mpi_comm(self) -> "Comm":
         """The mpi4py communicator."""
+        from mpi4py import MPI as mpi
+
+        if mpi.Is_finalized():  # nearly all functions of MPI would end the process
+            raise RuntimeError(f"{self!r} cannot be used any more: {_FINALIZED}")
+        return self._comm
+
+    @cached_property
+    def _comm(self) -> "Comm":
         return _find_comm(self.world_ranks)
 
     @property
@@ -264,10 +276,6 @@ class _Board(StatusBoard):
         self._sent: list[Any] = []  # requests and what they send, which must stay in memory
 
     def publish(self, notice: Status, /) -> None:
-        from mpi4py import MPI as mpi
-
-        if mpi.Is_finalized():  # by the program, all ranks of which have come there
-            return
         data = json.dumps(notice).encode()
         for rank in self._others:
             self._sent.append((self._comm.Isend(data, rank), data))
@@ -302,6 +310,7 @@ def channel_of(comm: "Comm") -> Channel:
     channel: Any = comm.Get_attr(_keyval())
     if channel is None:
         channel = Channel(_Transport(comm))
+        _channels.add(channel)
         if _inherited:
             channel.abandon_after_fork()
         comm.Set_attr(_keyval(), channel)
@@ -313,6 +322,8 @@ def _keyval() -> int:
     """The key under which MPI keeps the channel with the communicator, and lets go of both."""
     from mpi4py import MPI as mpi
 
+    # MPI_Finalize begins with the attributes of this one, while MPI still works.
+    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_on_finalize), None)
     return mpi.Comm.Create_keyval(delete_fn=_on_free)
 
 
@@ -322,3 +333,16 @@ def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
 
     if not _inherited and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         channel.release()
+
+
+def _on_finalize(*_: object) -> None:
+    """Let no message be begun any more, and nothing be said at the end of the process."""
+    for channel in list(_channels):
+        channel.abandon()
+        channel.watchdog.failure = channel.watchdog.failure or _FINALIZED
+
+
+_channels: WeakSet[Channel] = WeakSet()
+_FINALIZED = (
+    "MPI.Finalize() was called. Call it after the last step, or give the layer a new group."
+)

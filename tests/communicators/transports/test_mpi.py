@@ -76,3 +76,42 @@ def test_a_communicator_of_a_session(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_SESSION)
     ran = launch.run("mpiexec", 2, str(tmp_path / "program.py"), real=True)
     assert ran.returncode == 0, ran.stdout
+
+
+_FINALIZED = """
+import pickle
+import numpy as np
+from mpi4py import MPI
+from multibn import as_communicator
+from multibn.chainer import MultiNodeBatchNormalization, check_sync
+from chainer import using_config
+
+cold, warm = MultiNodeBatchNormalization(1, MPI.COMM_WORLD), as_communicator(MPI.COMM_WORLD)
+link = MultiNodeBatchNormalization(1, warm.split(0))
+x = np.arange(2, dtype="f").reshape(2, 1)
+y = [link(x) for _ in range(60)][-1]  # the last ones by persistent requests
+y.grad = x
+MPI.Finalize()
+for each in (
+    lambda: cold(x), lambda: link(x), y.backward, lambda: link(x[:1]), lambda: check_sync(link),
+    lambda: warm.rank, lambda: warm.split(0), lambda: as_communicator(MPI.COMM_WORLD),
+    lambda: pickle.loads(pickle.dumps(link))(x),
+):
+    try:
+        each()
+    except RuntimeError as error:
+        print(error, flush=True)
+with using_config("train", False):
+    link(x)
+"""
+
+
+def test_what_comes_after_the_end_of_mpi_is_named(tmp_path: Path) -> None:
+    """Nearly all functions of MPI would abort the process."""
+    require.need("mpiexec")
+    (tmp_path / "program.py").write_text(_FINALIZED)
+    ran = launch.run("mpiexec", 2, str(tmp_path / "program.py"), real=True)
+    assert ran.returncode == 0, ran.stdout
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 18, ran.stdout
+    assert all("any more" in line and "MPI.Finalize() was called. Ca" in line for line in lines)
