@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from multibn._platform import find_command, importable
+from multibn.communicators import SingleProcess
 from multibn.parity.cases import CASES, select
 from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
 from multibn.parity.pair import find, pair
@@ -71,10 +72,16 @@ def run(args: argparse.Namespace) -> int:
         sys.path.insert(0, os.getcwd())  # as `environment` of ranks
         try:
             find(args.model)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
+        except (Exception, SystemExit) as error:
             wanted = "--model must be MODULE:FUNCTION, found from this folder"
-            raise ValueError(f"{wanted}: got {args.model!r} ({error}).") from error
-        pair(args.model)
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{wanted}: got {args.model!r} ({why}).") from error
+        _, _, x, _ = pair(args.model, SingleProcess())
+        if sizes[-1] > len(x):  # many functions of Chainer refuse an empty batch
+            raise ValueError(
+                f"--ranks must be {len(x)} or less, the samples of the example input of "
+                f"{args.model}: got {sizes[-1]}."
+            )
     names = [case.name for case in select(args.cases)]
     print("Each row has the error that is largest beside its bound.")
     print(f"{'over x ranks':19} layers  error {'of quantity, in case':36} verdict", flush=True)

@@ -3,6 +3,7 @@
 import importlib
 import math
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -86,11 +87,18 @@ def pair(
     _load(path, torch_model, chainer_model)
     if communicator is not None:
         _set_ranks(path, torch_model, chainer_model, communicator)
-        torch_model = convert_sync_batchnorm(torch_model, communicator)
         links = list(chainer_model.links())
         is_plain = not any(isinstance(link, MultiNodeBatchNormalization) for link in links)
-        if is_plain or any(isinstance(link, L.BatchNormalization) for link in links):
-            chainer_model = create_mnbn_model(chainer_model, communicator)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*statistics (are )?not shared: ")
+            try:
+                torch_model = convert_sync_batchnorm(torch_model, communicator)
+                if is_plain or any(isinstance(link, L.BatchNormalization) for link in links):
+                    chainer_model = create_mnbn_model(chainer_model, communicator)
+            except UserWarning as warning:
+                raise ValueError(
+                    f"the models of {path} must have layers that can be converted: {warning}"
+                ) from warning
     return torch_model, chainer_model, x, []
 
 
@@ -106,7 +114,7 @@ def _made(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Array]:
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
     try:
         found = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"{path} has raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
@@ -134,7 +142,7 @@ def _check_call(whose: str, model: Torch | Chainer, x: Array) -> None:
     """Raise unless a model takes the example; links that wait for an input get their size."""
     try:
         shape = model.evaluate(x).shape
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{whose} must take the example input, {x.dtype} of shape {x.shape}, and return an "
             f"array: got {type(error).__name__}: {error}"

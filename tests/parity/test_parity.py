@@ -3,6 +3,7 @@
 import atexit
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -259,6 +260,24 @@ def _bare(torch_model: Any, chainer_model: Any, x: Any) -> Any:
     raise KeyError("no data")
 
 
+def _exits(*_: Any) -> Any:
+    raise SystemExit
+
+
+def _that_exits(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+    torch_model.register_forward_hook(_exits)
+    return torch_model, chainer_model, x
+
+
+def _scripted(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit in newer torch
+        torch_model.bn = torch.jit.script(torch_model.bn)
+    return torch_model, chainer_model, x
+
+
 def _with_a_loss(torch_model: Any, chainer_model: Any, x: Any) -> Any:
     from chainer import links as L
 
@@ -305,6 +324,12 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
             "and return an array: got RuntimeError: Input type",
         ),
         (_bare, r"models:pair has raised KeyError: 'no data' \(.*test_parity\.py, line \d+\)"),
+        (_exits, r"models:pair has raised SystemExit:  \(.*, line \d+\)"),
+        (_that_exits, r"the torch model .* and return an array: got SystemExit: $"),
+        (
+            _scripted,
+            r"models:pair must have layers that can be converted: 1 .* not shared: bn \(torch\.jit",
+        ),
         (
             _with_a_loss,
             r"must return a model without a loss: got an L\.Classifier\. Return its pred",
@@ -336,6 +361,14 @@ def test_what_is_no_pair_is_an_error_before_any_launch(
     said = capsys.readouterr()
     assert re.search(message, said.err), said.err
     assert (said.out, len(said.err.splitlines())) == ("", 1)
+
+
+def test_a_rank_without_a_sample_is_refused(monkeypatch: Any, capsys: Any) -> None:
+    require.need("torch", "chainer")
+    monkeypatch.setattr(command, "run_workers", None)
+    assert cli.main(["parity", "--model", PAIR, "--ranks", "2", "6"]) == 2
+    said = f"--ranks must be 5 or less, the samples of the example input of {PAIR}: got 6.\n"
+    assert capsys.readouterr().err == f"multibn parity: {said}"
 
 
 def test_a_pair_that_differs_is_found() -> None:
