@@ -6,6 +6,7 @@ is, and the versions of this package.
 
 import gc
 from itertools import count
+from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,12 +20,11 @@ from multibn.communicators.channel import (
     channel_of,
     raise_for_kinds,
 )
-from multibn.communicators.communicator import gather, resolved
+from multibn.communicators.communicator import check_members, checked_sum, gather, resolved
 from multibn.communicators.diagnostics import (
     display_name,
     group_ranks_by,
     log_and_raise,
-    raise_for_sum,
 )
 from multibn.communicators.unread import Unread
 
@@ -143,13 +143,15 @@ def agree(
     if channel is not None:
         total = channel.compare(np.array([mark]), kind, facts, text)
         return total is not None, 0.0 if total is None else float(total[0])
+    if not (isinstance(group.rank, Integral) and isinstance(group.size, Integral)):
+        check_members(group)
     known = known or _known_of(group, GroupState())
     numbers: HostArray = np.zeros(max(known.longest, wire.HEAD + 1))
     numbers[: wire.HEAD] = wire.head(wire.fingerprint(kind + facts))
     numbers[wire.HEAD] = mark
-    summed = _sum(numbers, group)
+    summed = checked_sum(numbers, group)
     head = summed[: wire.HEAD].tolist()
-    if wire.all_equal(head, group.size):
+    if head == (group.size * numbers[: wire.HEAD]).tolist():
         return True, float(summed[wire.HEAD])
     raise_for_kinds(group, kind, text or kind, head)
     return False, 0.0
@@ -219,13 +221,3 @@ def explained(name: str, group: Any, built: LayerId | None, options: dict[str, s
                 "the others, or copy it from one of them by copy.deepcopy.",
             )
     return str(shortest)
-
-
-def _sum(numbers: HostArray, communicator: Any) -> HostArray:
-    """Sum by a user's own class, perhaps, whose mistakes would seem to be mistakes of the ranks."""
-    own = numbers.tolist()
-    summed: Any = communicator.allreduce(numbers)
-    like = [(type(a), getattr(a, "dtype", None), np.shape(a)) for a in (numbers, summed)]
-    if like[0] != like[1] or summed.tolist() == own:
-        raise_for_sum(communicator, f"{summed!r} for {numbers!r}")
-    return summed

@@ -211,12 +211,11 @@ class LayerPhase(Forwarding):
         # A message's memory is nobody else's.
         is_ours = isinstance(group, ChannelCommunicator)
         self._reduce = group.allreduce_in_place if is_ours else group.allreduce
-        self._size = int(group.size)
+        head = self._handshake(like) if group.size != 1 else []
+        self._size, self.mark = int(group.size), wire.mark(group.rank)
         # A user's own class may do anything, and is called.
         is_ours = self._channel is not None or type(group) is SingleProcess
         self._is_alone = self._size == 1 and is_ours
-        self.mark = wire.mark(group.rank)
-        head = self._handshake(like) if self._size > 1 else []
         self._sent_head = np.array(head).data
         # What all ranks together send, if each sends the same.
         self._expected = [self._size * v for v in head]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, wire
+from multibn.communicators.communicator import gather
 from multibn.communicators.handshake import agree
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
@@ -98,7 +99,44 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
     error = str(raised.value)
     assert error.startswith("`allreduce` of SimpleNamespace must return the sum over 2 ranks, an")
     assert found in error
-    assert error.endswith(" on rank 0. Correct this method.")
+    assert error.endswith(" on rank 0. Correct this member.")
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"size": 3}, "`size` of Own must be 2, the number of ranks: got 3, on rank "),
+        ({"size": 1}, "`size` of Own must be 2, the number of ranks: got 1, on rank "),
+        ({"size": 0}, "`size` of Own must be 2, the number of ranks: got 0, on rank "),
+        ({"size": "2"}, "`size` of Own must be 2, the number of ranks: got '2', on rank "),
+        ({"rank": 0}, "`rank` of Own must be 0 to 1, another one on each rank: got 0, on rank 0."),
+        ({"rank": None}, "`rank` of Own must be 0 to 1, another one on each rank: got None, on ra"),
+        ({"sum": lambda x, _: x * 0.7}, "`allreduce` of Own must return the sum over 2 ranks"),
+        ({"sum": lambda x, total: total / 2}, "`allreduce` of Own must return the sum over 2 r"),
+        ({"sum": lambda x, total: total * 2}, "`allreduce` of Own must return the sum over 2 r"),
+        ({"sum": lambda x, total: total + 2.0**900}, "`allreduce` of Own must return the sum "),
+        ({"sum": lambda x, total: np.add(total, 0, out=x)}, "`allreduce` of Own must leave its "),
+    ],
+)
+def test_a_member_that_is_wrong_is_named_on_all_ranks(wrong: Any, message: str) -> None:
+    def work(world: ThreadCommunicator) -> None:
+        def allreduce(x: Any) -> Any:
+            total = world.allreduce(x.copy())
+            return wrong["sum"](x, total) if "sum" in wrong else total
+
+        members = {"rank": world.rank, "size": 2, "allreduce": allreduce} | wrong
+        own: Any = type("Own", (), {"split": world.split})()
+        vars(own).update(members)
+        for call in (lambda: gather("text", own), lambda: check_equal({}, own)):
+            with pytest.raises(TypeError) as raised:
+                call()
+            assert str(raised.value).startswith(message)
+        if "size" in wrong and wrong["size"] != 1:
+            with pytest.raises(TypeError) as raised:
+                Phase(own, "0").allreduce(np.ones(LENGTH))
+            assert str(raised.value).startswith(message)
+
+    run_ranks(2, work)
 
 
 def test_a_later_sum_that_is_none_is_a_mistake_of_the_class_too() -> None:
@@ -121,7 +159,7 @@ def test_a_later_sum_that_is_none_is_a_mistake_of_the_class_too() -> None:
         assert re.fullmatch(
             r"`allreduce` of SimpleNamespace must return the sum over 2 ranks, an array like its "
             r"argument: got other numbers in layer 0 \(forward, .*\), where all ranks are, on rank "
-            r"\d\. Correct this method\.",
+            r"\d\. Correct this member\.",
             str(error),
         )
 
