@@ -57,7 +57,7 @@ class MPI(ChannelCommunicator):
     ValueError
         If `comm` is MPI.COMM_NULL: this process is not part of it.
     RuntimeError
-        After `MPI.Finalize()`, also at each use.
+        After `MPI.Finalize()`; at a use, also after `comm.Free()`.
     TypeError
         If `comm` is an intercommunicator.
 
@@ -79,7 +79,6 @@ class MPI(ChannelCommunicator):
         if comm is None:
             return
         self._comm = comm
-        comm = self.mpi_comm
         from mpi4py import MPI as mpi
 
         if comm == mpi.COMM_NULL:
@@ -87,7 +86,7 @@ class MPI(ChannelCommunicator):
                 "this process is not part of the communicator: got MPI.COMM_NULL on world rank "
                 f"{mpi.COMM_WORLD.rank}. Give each process the communicator it belongs to."
             )
-        if comm.is_inter:
+        if self.mpi_comm.is_inter:
             raise TypeError(
                 "the communicator must be an intracommunicator: got an intercommunicator. "
                 "Merge its two groups first: comm.Merge()."
@@ -104,8 +103,11 @@ class MPI(ChannelCommunicator):
         """The mpi4py communicator."""
         from mpi4py import MPI as mpi
 
-        if mpi.Is_finalized():  # nearly all functions of MPI would end the process
-            raise RuntimeError(f"{self!r} cannot be used any more: {_FINALIZED}")
+        why = _FINALIZED if mpi.Is_finalized() else ""  # most of MPI would end the process
+        if self._comm == mpi.COMM_NULL:
+            why = "its communicator was freed. Give the layer another one."
+        if why:
+            raise RuntimeError(f"{self!r} cannot be used any more: {why}")
         return self._comm
 
     @cached_property
