@@ -12,6 +12,7 @@ from multibn.torch_backend.reversible import (
     RevMViT,
     RevMViTConfig,
 )
+from multibn.torch_backend.reversible.mvit.sizes import layer_sizes
 from tests.torch_backend.reversible.mvit.reference import DATA, REFERENCE, SMALL, slowfast_config
 
 NEEDS = "torch"
@@ -104,6 +105,14 @@ def test_reversible_mvit_fits_into_another_model() -> None:
     whole = RevMViT(cfg).state_dict()  # as SlowFast's model takes its config
     prefixed = {f"rev_backbone.{name}" for name in backbone.state_dict()}
     assert prefixed == {name for name in whole if name.startswith("rev_backbone")}
+
+
+def test_the_last_layer_drops_paths_at_the_whole_rate() -> None:
+    """The rates of the layers rise in equal steps from 0."""
+    sizes = layer_sizes(RevMViTConfig.from_slowfast(tree(DROPPATH_RATE=0.4)))
+    rates = [layer.drop_path for layer in sizes]
+    assert len(rates) > 2
+    assert rates == pytest.approx(torch.linspace(0, 0.4, len(rates)).tolist())
 
 
 @pytest.mark.parametrize(
