@@ -102,9 +102,10 @@ def traces(framework: str) -> list[dict[str, Any]]:
 
 def tree(trace: dict[str, Any]) -> Iterator[str]:
     """The call tree, a line for each frame but those of comprehensions."""
-    for depth, file, name in trace["frames"]:
-        if not name.endswith(">"):
-            yield f"{'  ' * depth + name.replace('<locals>.', ''):58} {file}"
+    frames = [frame for frame in trace["frames"] if not frame[2].endswith(">")]
+    calls = ["  " * depth + name.replace("<locals>.", "") for depth, _, name in frames]
+    for call, (_, file, _) in zip(calls, frames, strict=True):
+        yield f"{call:{max(map(len, calls))}}  {file}"
 
 
 def count(trace: dict[str, Any]) -> str:
