@@ -82,6 +82,9 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
         file, _, anchor = target.partition("#")
         linked = (path.parent / file).resolve() if file else path
         assert linked.exists(), f"{page} links to {target}, which does not exist"
+        assert page == "README.md" or anchor or linked != launch.ROOT / "docs/index.md", (
+            f"{page} links to the landing page, which has no program: name the quick start"
+        )
         if anchor:
             assert anchor in _anchors(linked), (
                 f"{page} links to {target}, which has no such heading"
