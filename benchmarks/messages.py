@@ -18,8 +18,7 @@ def measure(
     os.environ["MULTIBN_SHARED_MEMORY"] = str(int(over == "shared memory"))
     times: dict[str, Seconds] = {}
     for C in channels:
-        checked, bare = message_steps(communicator, C, repeat=_REPEAT[over])
-        steps = {"checked": checked, "bare": bare}
+        steps = message_steps(communicator, C, repeat=_REPEAT[over])
         taken = take_turns(steps, communicator, seconds=seconds)
         times |= {f"{C}/{name}": t / _REPEAT[over] for name, t in taken.items()}
     return times, {}

@@ -176,8 +176,8 @@ def messages() -> Iterator[Row]:
     for C in sized((64, 2048), (3,)):
         numbers = torch.zeros(wire.length(C), dtype=torch.float64, device=DEVICE)
         sums = partial(_repeat, partial(TorchDistributed().allreduce_in_place, numbers))
-        checked, _ = message_steps(_communicator(), C, repeat=CHAIN, on_gpu=not STAND_INS)
-        for what, us in _in_turns({"group.allreduce": sums, "a layer's message": checked}).items():
+        message = message_steps(_communicator(), C, repeat=CHAIN, on_gpu=not STAND_INS)["checked"]
+        for what, us in _in_turns({"group.allreduce": sums, "a layer's message": message}).items():
             yield {"setting": f"host: {what} of {len(numbers)} numbers", "us": us / CHAIN}
 
 

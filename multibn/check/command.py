@@ -13,12 +13,10 @@ from importlib import import_module
 from typing import Any
 
 from multibn import info
-from multibn._platform import importable, this_machine
-from multibn.check import timing
-from multibn.check.timing import Step, message_steps, take_turns, training_step
+from multibn._platform import importable, launched_processes, this_machine
+from multibn.check.timing import Step, median_ms, message_steps, slowest, take_turns, training_step
 from multibn.communicators import Communicator
 from multibn.communicators.communicator import gather
-from multibn.communicators.resolve import launched_processes
 from multibn.communicators.watchdog import check_timeout
 from multibn.parity import worker
 from multibn.parity.launch import enter_world, leave_world
@@ -99,7 +97,7 @@ def collect(communicator: Communicator) -> dict[str, Any]:
         wait = sys.modules["torch"].cuda.synchronize if gpu else lambda: None
         taken = take_turns(steps, communicator, seconds=seconds, wait=wait, finish=wait)
         ranks = gather({name: t.tolist() for name, t in taken.items()}, communicator)
-        medians = {name: 1e3 * timing.median_ms(t) / n for name, t in timing.slowest(ranks).items()}
+        medians = {name: 1e3 * median_ms(t) / n for name, t in slowest(ranks).items()}
         times[what] = {name: round(us, 1 if us < 100 else None) for name, us in medians.items()}
     over = [getattr(getattr(communicator, "channel", None), "carrier", "")]
     over = ["NCCL"] * bool(gpu and _torchrun() and communicator.size > 1) + over
@@ -136,9 +134,8 @@ def _comparisons(
 ) -> Iterator[tuple[str, int, float, Mapping[str, Step]]]:
     """What is timed: its name, how often in a step, for how long, and steps that take turns."""
     for C in (64, 2048) if communicator.size > 1 else ():
-        checked, bare = message_steps(communicator, C, repeat=_REPEAT, on_gpu=on_gpu)
-        about = f"message of {C} channels", _REPEAT, SECONDS / 10
-        yield *about, {"checked": checked, "bare": bare}
+        steps = message_steps(communicator, C, repeat=_REPEAT, on_gpu=on_gpu)
+        yield f"message of {C} channels", _REPEAT, SECONDS / 10, steps
     if not importable("torch"):
         return
     import torch

@@ -29,11 +29,10 @@ def training_step(layer: Any, x: Any, dy: Any) -> Step:
     return step
 
 
-def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = False) -> list[Step]:
-    """Steps of `repeat` messages each, of a layer of C channels.
-
-    The first is of forward messages with all checks, the second of bare allreduces as long.
-    """
+def message_steps(
+    communicator: Any, C: int, *, repeat: int, on_gpu: bool = False
+) -> dict[str, Step]:
+    """`repeat` forward messages of a layer of C channels, and as many bare allreduces as long."""
     n, sent = wire.forward_payload(C), np.zeros(wire.length(C))
     numbers: Any = sent
     layer = LayerCommunicator(communicator, lambda: f"{C}")
@@ -55,7 +54,8 @@ def message_steps(communicator: Any, C: int, *, repeat: int, on_gpu: bool = Fals
             memory.write(numbers[:n])
         phase.allreduce(numbers[:n] if memory is None else memory)
 
-    return [lambda step=step: [step() for _ in range(repeat)] for step in (checked, bare)]  # type: ignore[misc]
+    once = {"checked": checked, "bare": bare}
+    return {name: lambda step=step: [step() for _ in range(repeat)] for name, step in once.items()}  # type: ignore[misc]
 
 
 def take_turns(
