@@ -86,6 +86,7 @@ def check_residual(residual: Any, x: Array, kinds: Any, words: str) -> None:
 _HARMLESS = {
     *("__abstractmethods__", "__annotations__", "__doc__", "__firstlineno__", "__init__"),
     *("__module__", "__static_attributes__", "_abc_impl"),
+    "__slotnames__",  # copy and pickle keep it in a class
 }
 
 

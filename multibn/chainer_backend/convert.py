@@ -9,7 +9,7 @@ import chainer
 from chainer import links as L
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, list_obstacles, overridden
-from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link
+from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization, check_link
 from multibn.communicators import CommunicatorLike
 
 
@@ -53,7 +53,8 @@ def create_mnbn_model(
         One warning for all links that are copied as they are, with paths for each reason: a class
         that overrides more than the constructor, as L.BatchRenormalization does, or one that has
         moving averages and is no L.BatchNormalization, as conditional normalizations of GANs have
-        and ChainerMN's own link. One if the model has no link to convert.
+        and ChainerMN's own link. One if the model has no link to convert. One for links that share
+        already, and have other options than those that were passed.
 
     Examples
     --------
@@ -64,16 +65,17 @@ def create_mnbn_model(
     'MultiNodeBatchNormalization'
     """
     check_link("link", link)
+    options: Any = {"weighting": weighting, "avg_var": avg_var, "nonfinite": nonfinite}
     make = partial(
         MultiNodeBatchNormalization,
         comm=comm,
         communication_backend=communication_backend,
-        weighting=weighting,
-        avg_var=avg_var,
-        nonfinite=nonfinite,
+        **options,
     )
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
     norms: list[L.BatchNormalization] = []
+    asked = {name: v for name, v in options.items() if v != getattr(LinkOptions, name)}
+    shared: dict[str, str] = {}
     obstacles = others(link)
     # The memo of the deep copy holds the new links, so that they replace the old ones in children,
     # Sequentials and any other attributes, and shared parameters stay shared.
@@ -82,6 +84,9 @@ def create_mnbn_model(
         # A communicator stays itself: its ranks would have to make a copy together.
         kept = [v for v in vars(each).values() if hasattr(type(v), "allreduce")]
         memo |= {id(communicator): communicator for communicator in kept}
+        if isinstance(each, MultiNodeBatchNormalization):
+            has = vars(LinkOptions.of(each))
+            shared[path] = ", ".join(f"{k}={has[k]!r}" for k, v in asked.items() if has[k] != v)
         if not isinstance(each, L.BatchNormalization):
             continue
         if names := overridden(type(each), lambda cls: cls is L.BatchNormalization):
@@ -89,7 +94,11 @@ def create_mnbn_model(
             obstacles[path] = f"{type(each).__module__}.{type(each).__qualname__}: {why}"
         else:
             norms.append(each)
-    message = "`link` has no L.BatchNormalization: nothing is converted. Build the model with some."
+    if unlike := {path: options for path, options in shared.items() if options}:
+        message = list_obstacles(unlike, "link(s) are copied as they are, they share already")
+        warnings.warn(message, stacklevel=2)
+    message = "`link` has no L.BatchNormalization: nothing is converted. "
+    message += "Its links share already." if shared else "Build the model with some."
     if obstacles:
         message = list_obstacles(obstacles, "link(s) are copied as they are, statistics not shared")
     if strict and (obstacles or not norms):

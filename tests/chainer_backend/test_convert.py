@@ -135,6 +135,33 @@ def test_the_axes_of_links_are_checked() -> None:
         create_mnbn_model(L.BatchNormalization(2, axis=(0, 0)), LOCAL)
 
 
+def test_a_class_that_was_copied_is_converted() -> None:
+    """Copies and pickles leave a name in a class."""
+
+    class Copied(L.BatchNormalization):
+        pass
+
+    plain = chainer.ChainList(Copied(3)).copy("copy")
+    assert type(create_mnbn_model(plain, LOCAL)[0]) is MultiNodeBatchNormalization
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"weighting": "rank"}, "weighting='element'"),
+        ({"avg_var": "biased"}, "avg_var='unbiased_global'"),
+        ({"nonfinite": "skip"}, "nonfinite=None"),
+    ],
+)
+def test_a_second_conversion_with_other_options_warns(options: Any, kept: str) -> None:
+    once = create_mnbn_model(L.BatchNormalization(3), LOCAL)
+    message = rf"1 link\(s\) are copied as they are, they share already: /0 \({kept}\)\."
+    with pytest.warns(UserWarning, match=message):
+        create_mnbn_model(chainer.ChainList(once, L.BatchNormalization(3)), LOCAL, **options)
+    with pytest.warns(UserWarning, match=r"nothing is converted\. Its links share already\."):
+        create_mnbn_model(once, LOCAL)
+
+
 def test_a_link_without_a_size_is_refused() -> None:
     with pytest.raises(ValueError, match="must have a size: got one in `link` that has seen no"):
         create_mnbn_model(chainer.ChainList(L.BatchNormalization(axis=0)), LOCAL)
