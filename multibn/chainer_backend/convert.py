@@ -65,16 +65,18 @@ def create_mnbn_model(
     'MultiNodeBatchNormalization'
     """
     check_link("link", link)
-    options: Any = {"weighting": weighting, "avg_var": avg_var, "nonfinite": nonfinite}
     make = partial(
         MultiNodeBatchNormalization,
         comm=comm,
         communication_backend=communication_backend,
-        **options,
+        weighting=weighting,
+        avg_var=avg_var,
+        nonfinite=nonfinite,
     )
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
     norms: list[L.BatchNormalization] = []
-    asked = {name: v for name, v in options.items() if v != getattr(LinkOptions, name)}
+    mine = vars(LinkOptions(weighting=weighting, avg_var=avg_var, nonfinite=nonfinite))
+    asked = {name: v for name, v in mine.items() if v != getattr(LinkOptions, name)}
     shared: dict[str, str] = {}
     obstacles = others(link)
     # The memo of the deep copy holds the new links, so that they replace the old ones in children,
@@ -94,7 +96,7 @@ def create_mnbn_model(
             obstacles[path] = f"{type(each).__module__}.{type(each).__qualname__}: {why}"
         else:
             norms.append(each)
-    if unlike := {path: options for path, options in shared.items() if options}:
+    if unlike := {path: has for path, has in shared.items() if has}:
         message = list_obstacles(unlike, "link(s) are copied as they are, they share already")
         warnings.warn(message, stacklevel=2)
     message = "`link` has no L.BatchNormalization: nothing is converted. "
