@@ -37,7 +37,8 @@ def guard(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] |
         or getattr(residual, "requires_grad", False)
     )
     key = [array.shape, array.dtype, needed, finetune, chainer.config.in_recomputing]
-    key += link.weighting, link.axis, link.avg_mean.shape, gamma is None, beta is None
+    key += link.weighting, link.eps, link.fuse_relu
+    key += link.axis, link.avg_mean.shape, gamma is None, beta is None
     if residual is not None:
         key += added.shape, added.dtype
     key.append(world and ref(world))  # weak: a plan keeps no group alive

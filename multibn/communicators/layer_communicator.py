@@ -123,19 +123,21 @@ class LayerCommunicator(Forwarding):
         *,
         needs_gradient: bool = True,
         finetune: bool = False,
+        options: object = None,
         like: Any = None,
     ) -> "LayerPhase":
         """The communicator for messages of `n` numbers, about activations of `dtype`, in a phase.
 
-        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's. A
-        group that sums on GPUs alone compares layers on that of `like`. Collective at the first
-        call for a group of ranks; torch's default process group may have been made anew since.
+        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's;
+        `options` may have been set anew. A group that sums on GPUs alone compares layers on that of
+        `like`. Collective at the first call for a group of ranks; torch's default process group may
+        have been made anew since.
         """
         key = phase, dtype, needs_gradient, finetune, n
         group = resolved(self)
         known = self.phases.get(key)
-        if known is None or not known.is_over(group):
-            known = self.phases[key] = LayerPhase(self, group, *key, like)
+        if known is None or not known.is_over(group) or known.options != options:
+            known = self.phases[key] = LayerPhase(self, group, *key, options, like)
         return known
 
 
@@ -195,9 +197,10 @@ class LayerPhase(Forwarding):
         needs_gradient: bool,
         finetune: bool,
         n: int,
+        options: object,
         like: Any,
     ) -> None:
-        self.layer = layer
+        self.layer, self.options = layer, options
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
@@ -310,7 +313,7 @@ class LayerPhase(Forwarding):
         width = f"{channels} channels"
         self._facts = self.gradients, width, f"{width}, layer {number} by the first call"
         self._place = f"{name} {self.name}: {self._facts[-1]} {self.kind}"
-        facts = f"{self._place} {self.gradients}"
+        facts = f"{self._place} {self.gradients} {self.options}"
         if layer.built is None:  # each call of a function has options of its own
             facts += f" {layer.texts()}"
         self._fingerprint = wire.fingerprint(facts)
@@ -364,8 +367,8 @@ class LayerPhase(Forwarding):
             log_and_raise(
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {call}, on "
-                f"rank {self.rank}: another rank was in another layer, in another dtype, in a "
-                f"function with other options, or alone with or without gradients. {ALIKE}",
+                f"rank {self.rank}: another rank was in another layer, in another dtype, with "
+                f"other options, or alone with or without gradients. {ALIKE}",
             )
 
     def _raise_for_places(self, head: Any) -> NoReturn:

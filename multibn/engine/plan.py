@@ -126,7 +126,8 @@ class Plan:
         messages = self._forward
         if messages is None:
             of = self.communicator, self._phase, args.x, self._lengths[0], self._copied
-            messages = self._forward = _Messages(*of, **self.facts)
+            options = float(args.eps), args.relu, self.weighting
+            messages = self._forward = _Messages(*of, options=options, **self.facts)
         weight, count = self._weight, self._count
         if args.mask is not None:
             weight, count = masks.weigh(args, self.weighting)
@@ -222,7 +223,7 @@ class _Messages:
     new: Any = staticmethod(lambda like: None)
 
     def __init__(
-        self, communicator: Communicator, phase: str, x: Array, n: int, copied: bool, **facts: bool
+        self, communicator: Communicator, phase: str, x: Array, n: int, copied: bool, **facts: Any
     ) -> None:
         if type(communicator) is LayerCommunicator:
             communicator = communicator.during(phase, x.dtype, n, like=x, **facts)

@@ -71,7 +71,7 @@ class Pass(Taping):
             shape = tuple(0 if k == args.axis[0] else n for k, n in enumerate(args.x.shape))
             x = array_namespace(args.x).empty(shape, dtype=args.x.dtype, device=device(args.x))
             empty = args._replace(x=x, mask=None, residual=None, running=None)
-            again = Plan(empty, communicator, weighting="element", **plan.facts)
+            again = Plan(empty, communicator, weighting=plan.weighting, **plan.facts)
             self.repeat(partial(again.forward, empty))
         found = layer_of(communicator)
         layer = self._by_options.get(found and found.options)

@@ -94,6 +94,21 @@ def test_an_option_that_differs_is_an_error_on_all(name: str, value: Any) -> Non
     run_ranks(2, check)
 
 
+@pytest.mark.parametrize("name, value", [("eps", 0.5), ("fuse_relu", True), ("weighting", "rank")])
+def test_an_option_set_later_on_one_rank_is_an_error_on_all(name: str, value: Any) -> None:
+    def check(communicator: ThreadCommunicator) -> None:
+        link, x = MultiNodeBatchNormalization(3, communicator), np.eye(4, 3)
+        link(x)
+        if communicator.rank:
+            setattr(link, name, value)
+        with pytest.raises(ValueError, match=rf"rank\(s\) \[1\] with {name}={value}"):
+            link(x)
+        setattr(link, name, value)
+        link(x)
+
+    run_ranks(2, check)
+
+
 def test_deepcopy_keeps_the_communicator_and_honours_the_memo() -> None:
     a = MultiNodeBatchNormalization(3, LOCAL)
     b: Any = MultiNodeBatchNormalization(3, LOCAL, use_gamma=False)

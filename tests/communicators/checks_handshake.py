@@ -158,6 +158,22 @@ def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None
                 torch_backend.check_sync(nn.Sequential(layer), world)
 
 
+def check_an_option_set_later_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
+    """Each option that changes the output; and set on all ranks, the layer goes on."""
+    x = torch.randn(4, 2)
+    for name in (field.name for field in fields(NormOptions) if field.name != "nonfinite"):
+        for value in OTHERS[name]:
+            layer = torch_backend.SyncBatchNorm(2, process_group=world)
+            for _ in range(2):
+                layer(x)
+            if world.rank == 1:
+                setattr(layer, name, value)
+            with pytest.raises(ValueError, match=rf"\[1\] with {name}={value}. Build the same"):
+                layer(x)
+            setattr(layer, name, value)
+            layer(x)
+
+
 def check_an_option_of_one_call_is_an_error_on_all(world: Communicator) -> None:
     """Also of a function that the ranks have called with like options before."""
     x = torch.randn(4, 2)
