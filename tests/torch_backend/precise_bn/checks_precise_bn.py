@@ -132,7 +132,8 @@ class Scaled(nn.BatchNorm1d):
 
 def check_a_rank_without_data_repeats_calls_of_any_arguments(world: Communicator) -> None:
     """Those of a forward pass of its own."""
-    own = convert_sync_batchnorm(Scaled(C, dtype=torch.float64), world)
+    options: Any = {"weighting": "rank", "nonfinite": "skip"}
+    own = convert_sync_batchnorm(Scaled(C, eps=0.5, dtype=torch.float64), world, **options)
 
     def forward(model: Any, x: torch.Tensor) -> None:
         scales = [torch.full((len(x), 1), 2.0), torch.full((len(x), 1), 3.0)]
