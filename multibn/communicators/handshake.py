@@ -147,11 +147,11 @@ def agree(
         check_members(group)
     known = known or _known_of(group, GroupState())
     numbers: HostArray = np.zeros(max(known.longest, wire.HEAD + 1))
-    numbers[: wire.HEAD] = wire.head(wire.fingerprint(kind + facts))
+    numbers[: wire.HEAD] = mine = wire.head(wire.fingerprint(kind + facts))
     numbers[wire.HEAD] = mark
     summed = checked_sum(numbers, group)
     head = summed[: wire.HEAD].tolist()
-    if head == (group.size * numbers[: wire.HEAD]).tolist():
+    if head == [group.size * v for v in mine]:
         return True, float(summed[wire.HEAD])
     raise_for_kinds(group, kind, text or kind, head)
     return False, 0.0
