@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader has ended; a file was written before the first line
-        _print_the_rest()
+        _flush_stdout()
         return 0
     except (FloatingPointError, ImportError, OSError, ValueError) as error:
         cure = ""
@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A file that was written is no refusal, where its report finds no place.
         done = f"{args.done}, but this could not be printed: " if "done" in args else ""
         print(f"multibn {args.command}: {done}{error}{cure}", file=sys.stderr)
-        _print_the_rest()
+        _flush_stdout()
         return 1 if done else 2
 
 
-def _print_the_rest() -> None:
+def _flush_stdout() -> None:
     """Print what waits, or drop it where it finds no place: Python would exit with 120."""
     try:
         print(end="", flush=True)

@@ -22,7 +22,7 @@ from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import compiled, data_parallel, functional
 from multibn.torch_backend.layer.autograd import running_of
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
-from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, given
+from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, without_none
 from multibn.torch_backend.layer.sub_batch_norm import Part
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -53,7 +53,7 @@ class BatchNorm(_BatchNorm):
         self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
         if isinstance(input, fx.Proxy):
-            return call_node(self, input, **given(mask=mask, lengths=lengths))
+            return call_node(self, input, **without_none(mask=mask, lengths=lengths))
         if mask is lengths is None:
             return super().forward(input)
         mask = compiled.mask_of(input, mask, lengths, self.num_features, LOCAL)

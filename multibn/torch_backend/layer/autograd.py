@@ -144,7 +144,7 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
     return _NOTHING
 
 
-def unseen() -> AbstractContextManager[Any]:
+def hidden_from_dispatch_modes() -> AbstractContextManager[Any]:
     """A context in which selective checkpointing sees no operation of a pass that may run again.
 
     Torch's policy counts operations, and a layer has other ones in the recomputation.
@@ -176,7 +176,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         if is_eager and not args.x.is_cpu:
             args = dense(args)
         if is_eager and recompute.state.stack:
-            with unseen(), without_autocast(args.x):
+            with hidden_from_dispatch_modes(), without_autocast(args.x):
                 y, batch = plan.forward(args)
         else:
             with without_autocast(args.x):

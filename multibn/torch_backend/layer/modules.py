@@ -28,7 +28,7 @@ def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
 
 
-def given(**options: Any) -> dict[str, Any]:
+def without_none(**options: Any) -> dict[str, Any]:
     """The options that are not None: a node of torch.fx names no other."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -175,7 +175,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     ) -> Any:
         """`forward` in evaluation, with a mask, in compiled code, or not of a dense tensor."""
         if isinstance(input, fx.Proxy):
-            options = given(residual=residual, mask=mask, lengths=lengths)
+            options = without_none(residual=residual, mask=mask, lengths=lengths)
             return call_node(self, input, **options)
         layer_communicator: Communicator = self.layer_communicator if self.training else LOCAL
         check = type(self)._check_input_dim

@@ -10,7 +10,7 @@ from torch import nn
 from multibn._typing import RunningVar
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
-from multibn.torch_backend.layer.autograd import running_of, unseen
+from multibn.torch_backend.layer.autograd import hidden_from_dispatch_modes, running_of
 from multibn.torch_backend.layer.base import SyncNormBase, check_module
 
 
@@ -92,7 +92,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             continue
         if pool.momentum is not None:
             running = running._replace(momentum=pool.momentum)
-        with unseen():
+        with hidden_from_dispatch_modes():
             batch, local_count = pool.compute()
             torch.ops.multibn.update_running(*running, *batch[:3], local_count)
             if bn is getattr(layer, "split_bn", None):

@@ -13,7 +13,7 @@ from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import reduced_axes
 from multibn.torch_backend.layer import compiled, functional
-from multibn.torch_backend.layer.autograd import running_of, unseen
+from multibn.torch_backend.layer.autograd import hidden_from_dispatch_modes, running_of
 from multibn.torch_backend.layer.base import (
     LOCAL,
     SyncNormBase,
@@ -155,7 +155,7 @@ class _SubBatchNorm(SyncNormBase):
         sharing = args.x.shape[1], communicator
         y, batch = compiled.forward(args, *sharing, weighting=self.weighting)
         if self.training and updates_running(running, args.x):
-            with unseen():
+            with hidden_from_dispatch_modes():
                 self.aggregate_stats(batch.count)
         return y
 
