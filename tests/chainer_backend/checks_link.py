@@ -1,10 +1,8 @@
 """Links on real processes: groups, fine-tuning, and whether the ranks of a model agree."""
 
-import contextlib
 import copy
 import pickle
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -248,16 +246,5 @@ def check_a_link_that_one_rank_never_called_is_an_error(world: Communicator) -> 
 def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
     """Where it would come before the first message."""
     link, x = MultiNodeBatchNormalization(C, world), _normal(world.rank, 4, C).astype("f")
-    with contextlib.ExitStack() as stack:
-        if world.rank == 0:
-            stack.enter_context(require.without_core())
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("error")
-            with pytest.raises(RuntimeWarning, match="the C core is missing"):
-                link(x)
-        else:
-            with pytest.raises(
-                RuntimeError, match=r"cannot go on, in .*refused on rank\(s\) \[0\]"
-            ):
-                link(x)
+    require.check_a_missing_core_on_rank_0(world.rank, lambda: link(x))
     assert link(x).shape == x.shape

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -82,6 +83,19 @@ def without_core() -> Iterator[None]:
         kernels._native.cache_clear()
         yield
     kernels._native.cache_clear()
+
+
+def check_a_missing_core_on_rank_0(rank: int, call: Callable[[], object]) -> None:
+    """Where warnings are errors, the one of rank 0 alone is an error on all ranks."""
+    if rank > 0:
+        refused = r"cannot go on, in .*refused on rank\(s\) \[0\]"
+        with pytest.raises(RuntimeError, match=refused):
+            call()
+        return
+    with without_core(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="the C core is missing"):
+            call()
 
 
 _required: set[str] = set()

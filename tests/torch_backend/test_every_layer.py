@@ -224,7 +224,7 @@ def test_a_recomputed_layer_is_counted_once(name: str) -> None:
 def test_selective_checkpointing_sees_no_operation_of_a_layer(
     name: str, outer: bool, foreign: bool
 ) -> None:
-    """It counts those that it saves, and a layer that runs again has others."""
+    """Torch counts the operations that it saves, and a layer that runs again has others."""
     aten = torch.ops.aten
     saved = [aten.mul.Tensor, aten.add.Tensor, aten.clone.default]
 

@@ -1,13 +1,11 @@
 """The torch layer on real processes: collectives, copies, DistributedDataParallel, bad input."""
 
-import contextlib
 import copy
 import io
 import os
 import pickle
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -184,16 +182,5 @@ def check_average_gradients_counts_missing_ones_as_zero(world: Communicator) -> 
 def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
     """Where it would come before the first message."""
     layer, x = _layer(3, process_group=world), _input(world).requires_grad_()
-    with contextlib.ExitStack() as stack:
-        if world.rank == 0:
-            stack.enter_context(require.without_core())
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("error")
-            with pytest.raises(RuntimeWarning, match="the C core is missing"):
-                layer(x)
-        else:
-            with pytest.raises(
-                RuntimeError, match=r"cannot go on, in .*refused on rank\(s\) \[0\]"
-            ):
-                layer(x)
+    require.check_a_missing_core_on_rank_0(world.rank, lambda: layer(x))
     assert layer(x).shape == x.shape

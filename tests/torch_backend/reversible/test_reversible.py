@@ -550,7 +550,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
 
 
 class Wrong(nn.Module):
-    """What a function makes of a tensor."""
+    """A module that returns what a function makes of its input."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
