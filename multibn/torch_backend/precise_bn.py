@@ -4,10 +4,10 @@ Precise batch norm (Wu & Johnson, 2021, arXiv:2105.07576, section 3) replaces th
 of training, which lag behind the weights, by statistics of many batches under the final weights.
 """
 
-import copy
 import inspect
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from multibn import wire
 from multibn._typing import check_choice, check_int
@@ -155,6 +155,7 @@ def update_bn_stats(
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in layers:
             hooks.enter_context(layer.watched(run))
+        _rest_before_fork()
         early_end = run.run(
             data_loader,
             partial(forward, inner),
@@ -188,6 +189,19 @@ def check_arguments(num_samples: object, num_iters: object, estimator: object) -
     check_choice("estimator", estimator, Estimator)
     check_int("num_samples", num_samples, none="no limit")
     check_int("num_iters", num_iters, none="no limit")
+
+
+def _rest_before_fork() -> None:
+    """Let gloo's threads release what the last step has left, before a loader forks its workers.
+
+    Before Python 3.12, a fork made while such a thread enters Python inherits a locked mutex of the
+    interpreter, and waits for it for ever.
+    """
+    if sys.version_info < (3, 12) and dist.is_available() and dist.is_initialized():
+        time.sleep(_REST)
+
+
+_REST = 0.1  # seconds
 
 
 def _innermost(model: nn.Module) -> nn.Module:
@@ -255,19 +269,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
-
-
-def second_reader(data_loader: Any, /) -> Any:
-    """A loader of the same data with its own workers, for a pass during another one.
-
-    A DataLoader with persistent workers has only one iterator. A second loop over the same loader
-    would restart the first loop's iterator.
-    """
-    if not isinstance(data_loader, DataLoader):
-        return data_loader
-    reader = copy.copy(data_loader)
-    reader._iterator = None
-    return reader
 
 
 class _MeanOfVar(PopulationEstimator):

@@ -14,6 +14,7 @@ from multibn._typing import check_int
 from multibn.communicators import CommunicatorLike
 from multibn.torch_backend import precise_bn
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from multibn.torch_backend.integrations.loaders import second_reader
 
 
 class MultiBNLayerSync(LayerSync):
@@ -107,7 +108,7 @@ class PreciseBN(Callback):
         """Run precise batch norm now. Collective."""
 
         def batches() -> Any:
-            for batch in precise_bn.second_reader(trainer.train_dataloader):
+            for batch in second_reader(trainer.train_dataloader):
                 batch = trainer.precision_plugin.convert_input(batch)
                 batch = pl_module._on_before_batch_transfer(batch)  # or the data module's
                 yield trainer.strategy.batch_to_device(batch)

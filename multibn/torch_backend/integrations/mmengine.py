@@ -24,8 +24,9 @@ from torch.utils import data
 
 from multibn._typing import check_choice, check_int
 from multibn.registry import HOOKS, MODELS
+from multibn.torch_backend.integrations.loaders import second_reader
 from multibn.torch_backend.layer.modules import SyncBatchNorm
-from multibn.torch_backend.precise_bn import Estimator, second_reader, update_bn_stats
+from multibn.torch_backend.precise_bn import Estimator, update_bn_stats
 
 MODELS.register_module(module=SyncBatchNorm)
 

@@ -1,0 +1,19 @@
+"""The loaders of frameworks, read by a hook while they serve training."""
+
+import copy
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+def second_reader(data_loader: Any, /) -> Any:
+    """A loader of the same data with its own workers, for a pass during another one.
+
+    A DataLoader with persistent workers has only one iterator. A second loop over the same loader
+    would restart the first loop's iterator.
+    """
+    if not isinstance(data_loader, DataLoader):
+        return data_loader
+    reader = copy.copy(data_loader)
+    reader._iterator = None
+    return reader
