@@ -198,10 +198,7 @@ def _rest_before_fork() -> None:
     interpreter, and waits for it for ever.
     """
     if sys.version_info < (3, 12) and dist.is_available() and dist.is_initialized():
-        time.sleep(_REST)
-
-
-_REST = 0.1  # seconds
+        time.sleep(0.1)
 
 
 def _innermost(model: nn.Module) -> nn.Module:
