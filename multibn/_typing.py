@@ -27,6 +27,12 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         )
 
 
+def check_bool(**values: object) -> None:
+    """Raise TypeError unless each value is a bool: "no" would count as true."""
+    for name, value in values.items():
+        _check_type(name, value, bool, "a bool", "")
+
+
 def check_int(name: str, value: Any, least: int | None = 1, *, none: str = "") -> None:
     """Raise TypeError unless `value` is an int, not a bool; ValueError if it is below `least`.
 
@@ -112,7 +118,8 @@ def list_obstacles(obstacles: dict[str, str], consequence: str) -> str:
 
 def _check_type(name: str, value: object, kind: type, words: str, none: str) -> None:
     """Raise TypeError unless `value` is of type `kind`, or None where None has a meaning."""
-    if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and none)):
+    is_number = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not (is_number or (value is None and none)):
         raise TypeError(
             f"`{name}` must be {words}{_or_none(none)}: got {value!r} of type "
             f"{type(value).__qualname__}."

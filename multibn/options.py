@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from multibn._typing import Nonfinite, Weighting, check_choice, check_eps
+from multibn._typing import Nonfinite, Weighting, check_bool, check_choice, check_eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class NormOptions:
         check_eps(self.eps)
         check_choice("weighting", self.weighting, Weighting)
         check_choice("nonfinite", self.nonfinite, Nonfinite)
+        check_bool(fuse_relu=self.fuse_relu)
 
     def words(self, said: str = "") -> str:
         """The options that are not the defaults, for a repr that has `said` others already."""

@@ -8,7 +8,7 @@ from typing import Any
 import chainer
 from chainer import links as L
 
-from multibn._typing import Nonfinite, RunningVar, Weighting, list_obstacles, overridden
+from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, list_obstacles, overridden
 from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization, check_link
 from multibn.communicators import CommunicatorLike
 
@@ -65,6 +65,7 @@ def create_mnbn_model(
     'MultiNodeBatchNormalization'
     """
     check_link("link", link)
+    check_bool(strict=strict)
     make = partial(
         MultiNodeBatchNormalization,
         comm=comm,

@@ -16,7 +16,7 @@ from chainer import links as L
 from chainer import training
 from chainer.dataset import concat_examples
 
-from multibn._typing import list_obstacles
+from multibn._typing import check_bool, list_obstacles
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.check_sync import participants
 from multibn.chainer_backend.convert import others
@@ -116,6 +116,7 @@ class FinetunePopulationStatistics(training.Extension):
                 "repeat=False."
             )
         check_link("target", target)
+        check_bool(progress=progress)
         if comm is not None:
             as_communicator(comm)
         if rest := others(target):

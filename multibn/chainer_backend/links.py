@@ -13,7 +13,15 @@ import numpy as np
 from chainer import functions as F
 from chainer import initializers
 
-from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_ints, check_number
+from multibn._typing import (
+    Nonfinite,
+    RunningVar,
+    Weighting,
+    check_bool,
+    check_choice,
+    check_ints,
+    check_number,
+)
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.functions import masked
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
@@ -84,12 +92,10 @@ class MultiNodeBatchNormalization(chainer.Link):
     use_gamma, use_beta, initial_gamma, initial_beta, communication_backend
         As those of chainermn.links.MultiNodeBatchNormalization.
     axis
-        The axes to reduce, an int or a tuple; by default all but the channel axes, which
-        start at 1.
+        The axes to reduce, an int or a tuple; default: all but the channel axes, from 1 on.
     weighting
         The weight of a rank: `"element"`, its elements per channel (the concatenated batch),
-        `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty, as in
-        ChainerMN.
+        `"sample"`, its batch size, or ChainerMN's `"rank"`, the same for every non-empty rank.
     avg_var
         The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
         (ChainerMN's) or `"biased"`, see `multibn.engine.running_variance`.
@@ -116,10 +122,8 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     Raises
     ------
-    TypeError
-        If an argument is of another type than above.
-    ValueError
-        If an argument has another value than above.
+    TypeError, ValueError
+        If an argument has another type or value than those above.
 
     Examples
     --------
@@ -163,6 +167,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.nonfinite: Nonfinite = nonfinite
         self.fuse_relu = fuse_relu
         LinkOptions.of(self).check()
+        check_bool(use_gamma=use_gamma, use_beta=use_beta)
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
         if self._highprec_dtype.kind != "f":
             raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from multibn._arrays import from_host
-from multibn._typing import Array, check_number
+from multibn._typing import Array, check_bool, check_number
 from multibn.checkpoint import files
 from multibn.checkpoint.translate import CHAINER, TORCH, some
 from multibn.engine.running import pool_running
@@ -59,6 +59,7 @@ def pool_states(
             f"{type(wrong).__name__}{' in the list' if is_list else ''}. Of a list of arrays, pass "
             "dict(zip(model.state_dict(), arrays))."
         )
+    check_bool(average_parameters=average_parameters)
     return pool(states, counts, [f"states[{i}]" for i in range(len(states))], average_parameters)
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import wire
-from multibn._typing import check_choice, check_int
+from multibn._typing import check_bool, check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import skips
@@ -100,9 +100,9 @@ def update_bn_stats(
         model has synchronized layers. If an argument has another value than those above; for
         `process_group` as `check_sync`.
     TypeError
-        If a number is no int, or if `num_samples` is an int and a batch contains no tensor. If
-        `model` is no module, as where the arguments are swapped, if a third argument has no name,
-        or if the model cannot be called with a batch, and there is no `forward_fn`.
+        If a number is no int or `progress` no bool. If `num_samples` is an int and a batch has no
+        tensor. If `model` is no module, as where the arguments are swapped, if a third argument has
+        no name, or if the model cannot be called with a batch, and there is no `forward_fn`.
     RuntimeError
         On the other ranks, if one rank's loader raised.
 
@@ -136,6 +136,7 @@ def update_bn_stats(
         "other one.",
     )
     check_arguments(num_samples, num_iters, estimator)
+    check_bool(progress=progress)
     inner = _innermost(model)
     layers = list(_layers_in_training(inner, estimator))
     if not any(layer.tracking for layer in layers):
@@ -280,9 +281,8 @@ class _MeanOfVar(PopulationEstimator):
         if skips(self._shared_by, x.dtype) and not moments.meansqr.sum().isfinite():
             moments = local_moments(x[:0], axis=axis)  # the layer's message will tell
         # In the phase "forward": on another rank this message may meet a layer's refusal.
-        mean = moments.mean
-        n = wire.forward_payload(mean.numel())
-        batch = aggregate(moments, during(self._shared_by, "forward", mean.dtype, n))
+        n = wire.forward_payload(moments.mean.numel())
+        batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype, n))
         var = running_variance(batch, local_count=0)
         has_data = steps.as_wide(batch.count > 0)  # on all ranks that share the batch
         return steps.pack(batch.mean, var, has_data, has_data)

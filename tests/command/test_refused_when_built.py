@@ -1,4 +1,4 @@
-"""A number or a choice that cannot be right is refused when a public object is built.
+"""A number, a choice or a flag that cannot be right is refused when a public object is built.
 
 An argument of one name has one rule in all public constructors and factories, whose signatures say
 which arguments they have. An error names the argument, and comes before any data is seen.
@@ -49,6 +49,7 @@ ANY_INT = Wrong((*_NOT_INTS, None))
 COUNT = Wrong((-1, *ANY_INT.values))  # from 0
 POSITIVE_INT = Wrong((0, *COUNT.values))
 CHOICE = Wrong(("nothing", 3, True, None))
+BOOL = Wrong(("no", 0, 1, np.True_, None))
 INTS = Wrong(((0, 1, 1), (1.5, 1, 1), ("1", 1, 1), (True, 1, 1)))  # positive, one for each axis
 ANYTHING = Wrong(())
 GROUP = Wrong((0, -1, 2.5, "nothing", True, [0, 0]), "a communicator must|a group must|a list of")
@@ -106,12 +107,11 @@ def _torch() -> dict[Call, Call]:
 
     x = torch.randn(4, 3)
 
-    def convert_sub(num_splits: Any = 2) -> None:
-        tb.convert_sub_batchnorm(_model(), num_splits)
+    def convert_sub(num_splits: Any = 2, **options: Any) -> None:
+        tb.convert_sub_batchnorm(_model(), num_splits, **options)
 
     def update(**options: Any) -> None:
-        options.setdefault("num_iters", 1)
-        tb.update_bn_stats(_model(), [x], progress=False, **options)
+        tb.update_bn_stats(_model(), [x], **{"num_iters": 1, "progress": False, **options})
 
     kinds = [v for v in vars(tb).values() if isinstance(v, type)]
     layers = [v for v in kinds if issubclass(v, SyncNormBase)]
@@ -203,7 +203,9 @@ def _engine() -> dict[Call, Call]:
         checkpoint.convert: convert,
         checkpoint.chainer_to_torch: partial(checkpoint.chainer_to_torch, state),
         checkpoint.torch_to_chainer: partial(checkpoint.torch_to_chainer, torchs),
-        checkpoint.pool_states: lambda counts=(1,): checkpoint.pool_states([state], counts),
+        checkpoint.pool_states: lambda counts=(1,), **options: checkpoint.pool_states(
+            [state], counts, **options
+        ),
     }
 
 
@@ -242,8 +244,8 @@ def _wrong(built: Any) -> Iterator[tuple[str, Any, str]]:
         taker = getattr(torch_backend, HANDED_ON[name])
         parameters = {**inspect.signature(taker).parameters, **parameters}
     for name, own in parameters.items():
-        is_bool = own.annotation in (bool, bool | None)  # anything is true or false
-        rule = RULES.get(name, ANYTHING if is_bool else None)
+        is_bool = own.annotation in (bool, bool | None)
+        rule = RULES.get(name, BOOL if is_bool else None)
         assert rule, f"_RULES must say which values of `{name}` {_name(built)} refuses"
         if f"{_name(built)}({name}=)" in EXEMPT:
             continue
@@ -268,6 +270,12 @@ def test_wrong_arguments_are_refused_when_built(room: Callable[[], dict[Call, Ca
                     continue
             wrong.append(f"{_name(built)}({name}={value!r}): {said}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_text_is_no_flag() -> None:
+    no: Any = "no"
+    with pytest.raises(TypeError, match=r"`fuse_relu` must be a bool: got 'no' of type str\.$"):
+        torch_backend.SyncBatchNorm(3, fuse_relu=no)
 
 
 def test_what_is_no_module_is_named_by_functions_of_models() -> None:

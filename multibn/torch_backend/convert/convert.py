@@ -11,6 +11,7 @@ from multibn._typing import (
     Nonfinite,
     RunningVar,
     Weighting,
+    check_bool,
     check_int,
     list_obstacles,
     overridden,
@@ -216,6 +217,7 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
 def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
     """The layers to convert. All others that have statistics are an error or a warning."""
     check_module("module", module)
+    check_bool(strict=strict)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():

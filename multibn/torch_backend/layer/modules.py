@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
+from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
@@ -142,6 +142,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         fuse_relu: bool = False,
     ) -> None:
         check_int("num_features", num_features)
+        check_bool(affine=affine, bias=bias, track_running_stats=track_running_stats)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )

@@ -7,7 +7,7 @@ the numbers of the naive layers.
 
 from typing import Any
 
-from multibn._typing import check_int
+from multibn._typing import check_bool, check_int
 from multibn.communicators import CommunicatorLike, Group, as_communicator
 from multibn.torch_backend.layer import modules
 
@@ -25,6 +25,7 @@ class _NaiveSyncBatchNorm(modules.SyncBatchNorm):
         group = as_communicator(process_group)
         if global_sync is None:
             global_sync = num_sync_devices is None
+        check_bool(global_sync=global_sync)
         if not global_sync:
             check_int("num_sync_devices", num_sync_devices, None, none="all ranks of the machine")
             group = Group(group, "machine")

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._arrays import is_on_host, values
-from multibn._typing import Nonfinite, RunningVar, Weighting, check_int
+from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import reduced_axes
@@ -69,6 +69,7 @@ class _SubBatchNorm(SyncNormBase):
     ) -> None:
         for name, value in (("num_splits", num_splits), ("num_features", num_features)):
             check_int(name, value)
+        check_bool(affine=affine, bias=bias, track_running_stats=track_running_stats)
         super().__init__()
         self.num_splits = num_splits
         self.num_features = num_features

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from multibn._typing import check_choice, check_number
+from multibn._typing import check_bool, check_choice, check_number
 from multibn.torch_backend.reversible.half_block import Half, kind_of
 
 Mode: TypeAlias = Literal["auto", "reversible", "stored"]
@@ -93,6 +93,7 @@ class ReversibleSequence(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("mode", mode, Mode)
+        check_bool(tied_drop_path=tied_drop_path)
         self.layers = nn.ModuleList(nn.ModuleDict({"F": f, "G": g}) for f, g in blocks)
         count = len(self.layers)
         self.mode: Mode = mode

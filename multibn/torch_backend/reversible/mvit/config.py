@@ -11,7 +11,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multibn._typing import check_choice, check_int, check_ints, check_number
+from multibn._typing import check_bool, check_choice, check_int, check_ints, check_number
 from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.reversible.sequence import Mode
 
@@ -183,6 +183,8 @@ class RevMViTConfig:
             value = getattr(self, name)
             if get_origin(hint) is Literal:
                 check_choice(name, value, hint)
+            elif hint is bool:
+                check_bool(**{name: value})
             elif hint is int:
                 check_int(name, value)
             elif hint is float:
