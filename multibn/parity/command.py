@@ -27,6 +27,7 @@ NEEDS = {
     "chainermn naive": ["chainer", "mpi4py"],
 }
 TIMEOUT = 600.0  # seconds for a launch
+MOST_RANKS = 1024  # of a launch: more processes would exhaust a machine before an error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     multibn parity --model mymodels:pair
     """
     sizes = sorted(set(args.ranks or ([2] if args.model else [1, 2, 4])))
-    if sizes[0] < 1:
-        raise ValueError(f"--ranks must be positive: got {sizes[0]}.")
+    if outside := [size for size in sizes if not 1 <= size <= MOST_RANKS]:
+        raise ValueError(f"--ranks must be from 1 to {MOST_RANKS}: got {outside[0]}.")
     if args.model and not missing("models", "gloo"):
         sys.path.insert(0, os.getcwd())  # as `environment` of ranks
         try:

@@ -192,7 +192,7 @@ def test_arguments_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["parity", "--ranks", "0"], "--ranks must be positive: got 0"),
+        (["parity", "--ranks", "0"], "--ranks must be from 1 to 1024: got 0"),
         (["parity", "--cases", "float23"], "--cases must match the name of a case: got 'float23'"),
         (["convert", "/no/a.npz", "a.pt"], "/no/a.npz: no such file. Check the path."),
         (["convert", "a.npz", "a.pt", "--names", "/no"], "No such file or directory: '/no'"),

@@ -124,6 +124,16 @@ def test_where_nothing_can_run_the_exit_status_is_2(monkeypatch: Any, capsys: An
         assert capsys.readouterr().out.endswith(f"\n{count} not run\n")
 
 
+def test_ranks_that_no_machine_has_are_refused_before_a_launch(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(command, "launch", lambda *_, **__: ["ok"])
+    for number in (-1, 0, 1025, 9999999):
+        assert cli.main(["parity", "--ranks", "2", str(number)]) == 2
+        said = f"multibn parity: --ranks must be from 1 to 1024: got {number}.\n"
+        assert capsys.readouterr().err == said
+
+
 def test_a_shape_that_differs_is_an_infinite_error() -> None:
     assert oracle.relative_error(np.ones(3), np.ones(4), np.ones(4)) == np.inf
     assert oracle.relative_error(np.ones((0, 3)), np.ones((0, 3)), np.ones((0, 3))) == 0
