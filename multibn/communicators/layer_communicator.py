@@ -93,7 +93,7 @@ class LayerCommunicator(Forwarding):
     @property
     def num_messages(self) -> int:
         """How many messages the layer has sent."""
-        return sum(phase._calls for phase in self.phases.values())
+        return sum(phase._calls[0] for phase in self.phases.values())
 
     def _look_up(self) -> Communicator:
         return self.communicator
@@ -128,10 +128,9 @@ class LayerCommunicator(Forwarding):
     ) -> "LayerPhase":
         """The communicator for messages of `n` numbers, about activations of `dtype`, in a phase.
 
-        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's;
-        `options` may have been set anew. A group that sums on GPUs alone compares layers on that of
-        `like`. Collective at the first call for a group of ranks; torch's default process group may
-        have been made anew since.
+        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's. Where
+        `options` are new, calls are counted on. A group that sums on GPUs alone compares layers on
+        that of `like`. Collective at the first call for a group of ranks, which may be new.
         """
         key = phase, dtype, needs_gradient, finetune, n
         group = resolved(self)
@@ -205,7 +204,8 @@ class LayerPhase(Forwarding):
         self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
         self._num_numbers, self._in_message = n, slice(wire.HEAD, wire.HEAD + n)
-        self._calls = 0
+        before = layer.phases.get((phase, dtype, needs_gradient, finetune, n))
+        self._calls: list[int] = before._calls if before and before.is_over(group) else [0]
         self._latest = _Latest(ref(self))
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
@@ -238,7 +238,7 @@ class LayerPhase(Forwarding):
         if self._size == 1:
             return np.empty(self._num_numbers)
         if self._channel is not None and self._payload is None:
-            text = self._call(self._calls + 1)
+            text = self._call(self._calls[0] + 1)
             self._watchdog = self._channel.watchdog
             self._head, self._payload, self._begin = self._channel.buffer(self._num_numbers, text)
         return self._payload
@@ -263,7 +263,7 @@ class LayerPhase(Forwarding):
         Memory that `buffer` returned is summed in place, and stays valid until the next message; so
         is a `message`, whose memory is its own, and is kept for a while unless it is `copied`.
         """
-        self._calls += 1
+        self._calls[0] += 1
         if type(x) is Message:
             return self._on_device(x.numbers, self._reduce, copied)
         if x is not self._payload:
@@ -285,7 +285,7 @@ class LayerPhase(Forwarding):
         if self.name == "forward" and wire.is_refusal(sent):
             self._channel.refuse(self._latest)
             return x  # the caller has an error
-        self._calls -= 1  # counted by the call below
+        self._calls[0] -= 1  # counted by the call below
         payload = self.buffer()
         assert payload is not None
         payload[:] = sent
@@ -295,7 +295,7 @@ class LayerPhase(Forwarding):
         return from_host(payload.copy(), x)
 
     def __str__(self) -> str:
-        return self._call(self._calls)
+        return self._call(self._calls[0])
 
     def _call(self, number: int) -> str:
         """A call of the layer, for people."""
@@ -307,7 +307,7 @@ class LayerPhase(Forwarding):
         Collective where that is not known.
         """
         layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
-        call = self._call(self._calls + 1)
+        call = self._call(self._calls[0] + 1)
         with on_device_of(like):
             name, number, self._known = handshake(layer, self._group, channels, call)
         width = f"{channels} channels"
@@ -350,7 +350,7 @@ class LayerPhase(Forwarding):
         self._known.unread.look_if_due(COPIED if copied else None)
         summed = reduce(numbers)
         kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
-        phase, number = self._latest.phase, self._calls
+        phase, number = self._latest.phase, self._calls[0]
         self._known.unread.keep(Summed(phase, number, summed, self._expected, kind))
         return summed[self._in_message]
 

@@ -290,6 +290,16 @@ def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None
         assert "rank(s) [1] in bn (forward, float64, call 1)" in str(error)
 
 
+def test_calls_are_counted_on_where_options_change() -> None:
+    """The phase of options that a layer had before goes on, too: its plan is kept."""
+    layer = LayerCommunicator(SingleProcess(), lambda: "bn")
+    kept = [layer.during("forward", np.dtype("f4"), LENGTH, options=eps) for eps in (1e-5, 1e-3)]
+    for number, phase in enumerate((*kept, *kept), 1):
+        phase.allreduce(np.ones(LENGTH))
+        assert str(phase) == f"bn (forward, float32, call {number})"
+        assert layer.num_messages == number
+
+
 def test_the_size_of_a_users_class_may_be_an_integer_of_numpy() -> None:
     own = SimpleNamespace(rank=np.int32(0), size=np.int32(2), allreduce=lambda x: 2 * x, split=None)
     np.testing.assert_array_equal(Phase(own, "0").allreduce(np.ones(LENGTH)), 2 * np.ones(LENGTH))
