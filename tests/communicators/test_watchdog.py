@@ -320,6 +320,14 @@ def test_a_process_that_ended_before_its_first_message_is_named() -> None:
     assert time.monotonic() - start < 5.0
 
 
+def test_a_rank_that_waits_for_others_to_meet_says_where() -> None:
+    notices: dict[int, Status] = {}
+    watchdog = Watchdog(0, 2, GroupInfo("a group", [0, 4], set, StatusBoard(notices, 0)))
+    watchdog.timeout = 5.0
+    watchdog.wait(lambda: lambda seconds: 0 in notices, "bn2")
+    assert notices == {0: Status("waits", 0, "a group", "bn2", {"0": 0, "4": 0})}
+
+
 def test_a_rank_that_has_failed_to_meet_goes_on_with_other_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

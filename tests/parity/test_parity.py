@@ -288,6 +288,27 @@ def _scripted(torch_model: Any, chainer_model: Any, x: Any) -> Any:
     return torch_model, chainer_model, x
 
 
+def _with_a_norm_of_ones_own(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+    import chainer
+    from chainer import functions as F
+
+    class Norm(chainer.Link):
+        def forward(self, x: Any) -> Any:
+            return F.fixed_batch_normalization(
+                x, self.gamma, self.beta, self.avg_mean, self.avg_var
+            )
+
+    norm, plain = Norm(), chainer_model.bn
+    for name in plain._persistent:
+        norm.add_persistent(name, getattr(plain, name))
+    with norm.init_scope():
+        norm.gamma, norm.beta = plain.gamma, plain.beta
+    del chainer_model.bn
+    with chainer_model.init_scope():
+        chainer_model.bn = norm
+    return torch_model, chainer_model, x
+
+
 def _with_a_loss(torch_model: Any, chainer_model: Any, x: Any) -> Any:
     from chainer import links as L
 
@@ -341,6 +362,10 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
             r"models:pair must have layers that can be converted: 1 .* not shared: bn \(torch\.jit",
         ),
         (
+            _with_a_norm_of_ones_own,
+            r"must have layers that can be converted: 1 .* not shared: /bn \(.*Norm: it",
+        ),
+        (
             _with_a_loss,
             r"must return a model without a loss: got an L\.Classifier\. Return its pred",
         ),
@@ -371,6 +396,21 @@ def test_what_is_no_pair_is_an_error_before_any_launch(
     said = capsys.readouterr()
     assert re.search(message, said.err), said.err
     assert (said.out, len(said.err.splitlines())) == ("", 1)
+
+
+def test_links_beside_one_that_shares_already_are_converted(monkeypatch: Any) -> None:
+    require.need("torch", "chainer")
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+    from tests.helpers import models
+
+    made = torch_model, chainer_model, _ = models.pair()
+    torch_model.shared = models.nn.BatchNorm2d(4)
+    with chainer_model.init_scope():
+        chainer_model.shared = MultiNodeBatchNormalization(4, None, eps=1e-5)
+    monkeypatch.setattr(models, "pair", lambda: made)
+    _, converted, _, errors = pair.pair(PAIR, SingleProcess())
+    kinds = {type(link) for link in (converted.bn, converted.shared)}
+    assert (kinds, errors) == ({MultiNodeBatchNormalization}, [])
 
 
 def test_a_rank_without_a_sample_is_refused(monkeypatch: Any, capsys: Any) -> None:
