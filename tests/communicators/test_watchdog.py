@@ -1,6 +1,7 @@
 """Waiting with a deadline, over ranks as threads: what is said when the others do not come."""
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -320,12 +321,25 @@ def test_a_process_that_ended_before_its_first_message_is_named() -> None:
     assert time.monotonic() - start < 5.0
 
 
-def test_a_rank_that_waits_for_others_to_meet_says_where() -> None:
-    notices: dict[int, Status] = {}
-    watchdog = Watchdog(0, 2, GroupInfo("a group", [0, 4], set, StatusBoard(notices, 0)))
+def _waits_to_meet(notices: dict[int, Status]) -> None:
+    """Rank 0 of a group of ranks 0, 4 and 5 waits until it has looked at the notices twice."""
+    watchdog = Watchdog(0, 3, GroupInfo("a group", [0, 4, 5], set, StatusBoard(notices, 0)))
     watchdog.timeout = 5.0
-    watchdog.wait(lambda: lambda seconds: 0 in notices, "bn2")
-    assert notices == {0: Status("waits", 0, "a group", "bn2", {"0": 0, "4": 0})}
+    looks = itertools.count()
+    watchdog.wait(lambda: lambda seconds: next(looks) == 3, "bn2")
+
+
+def test_a_rank_that_waits_for_others_to_meet_says_where() -> None:
+    counts = {"0": 0, "4": 0, "5": 0}
+    notices = {
+        4: Status("failed", 0, "another group of rank 4", "bn3", {"4": 0, "7": 0}),
+        5: Status("waits", 0, "a group", "bn2", counts),
+        7: Status("waits", 0, "a group without ranks 4 and 5", "bn3", {"0": 0, "7": 0}),
+    }
+    _waits_to_meet(notices)
+    assert notices[0] == Status("waits", 0, "a group", "bn2", counts)
+    notices[4] = Status("failed", 0, "a group", "a reason", counts)
+    assert str(_says(_waits_to_meet, notices)) == "rank 1 has failed: a reason"
 
 
 def test_a_rank_that_has_failed_to_meet_goes_on_with_other_groups(
