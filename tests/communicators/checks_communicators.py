@@ -416,7 +416,7 @@ def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
             as_communicator(group)
 
 
-def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
+def check_a_pickle_of_a_larger_world_or_of_other_ranks_is_refused(world: Communicator) -> None:
     """MPI and torch hear nothing of ranks that they do not have."""
     from multibn.communicators.transports import mpi
 
@@ -426,9 +426,10 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
         from multibn.communicators.transports import torch_distributed
 
         restore, where = torch_distributed.restore, "torch.distributed"
-    for ranks in ((world.size,), (world.rank, world.size)):
+    others = [(r,) for r in range(world.size) if r != world.rank]
+    for ranks in ((world.size,), (world.rank, world.size), *others):
         restored = restore(ranks)
-        refused = rf"made for ranks \[.*{world.size}\] of {where}, and this is rank "
+        refused = rf"made for ranks \[.*{ranks[-1]}\] of {where}, and this is rank "
         with pytest.raises(RuntimeError, match=rf"{refused}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))
 
