@@ -21,7 +21,9 @@ _SCRIPT = """
         for layer in (SyncBatchNorm(3), SyncBatchNorm(3)):
             layer(torch.randn(4, 3))
             layer(torch.randn(4, 3))
-    print(len(caught), "warning:", *[w.message for w in caught], flush=True)
+    said = "".join(str(w.message) for w in caught)
+    # In one write: torchrun starts `python -u`, with which the words of two ranks would mix.
+    print(f"{len(caught)} warning: {said}\\n", end="", flush=True)
 
     world = enter_world(sys.argv[1])
     layer = SyncBatchNorm(3, process_group=world)
