@@ -357,18 +357,21 @@ def check_messages_of_unlike_widths_are_told_apart_at_once(world: Communicator) 
         for _ in range(60):
             for phase, C in layers:
                 np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
+        seconds = []
         for _ in range(2):
             phase, C = layers[world.rank == 1]
             begun = time.monotonic()
             with pytest.raises(RuntimeError, match="the ranks are in different places: ") as raised:
                 phase.allreduce(np.ones(2 * C + 2))
-            assert time.monotonic() - begun < PATIENCE
+            seconds.append(time.monotonic() - begun)
             told = [f"{name} (forward, float32, call" for name in names]
             if names[0] == names[1]:
                 told = [f", {C} channels" for C in widths]
             assert all(text in str(raised.value) for text in told), raised.value
             for phase, C in layers:
                 np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
+        # Who learns it from notices always waits so long; a busy machine lets a rank wait once.
+        assert min(seconds) < PATIENCE, seconds
 
 
 @only(sizes=(2, 3, 4))

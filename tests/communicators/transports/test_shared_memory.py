@@ -287,7 +287,8 @@ def test_the_last_to_arrive_wakes_those_who_sleep(gate: HostArray) -> None:
         threading.Timer(0.01, arrive, (goal,)).start()
         assert core.wait(at, goal, 10.0, 0.0)
         late[-1] += time.monotonic()
-    assert np.median(late) < 0.02, late
+    # On a busy machine, a thread that is awake may wait for a core; without the call, each is late.
+    assert min(late) < 0.02, late
 
 
 @pytest.mark.parametrize("can_tell", [True, False])
