@@ -88,7 +88,6 @@ def test_chainer_is_imported_without_a_warning_beside_each_cupy(
         env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     if isinstance(expected, str):
         assert run.returncode != 0

@@ -21,7 +21,7 @@ from tests.helpers.launch import ROOT
 def multibn(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "multibn", *arguments],
-        capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment(),
+        capture_output=True, text=True, cwd=ROOT, env=environment(),
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch:
 def test_a_reader_that_has_ended_is_no_error() -> None:
     command = f"{sys.executable} -m multibn info | true"
     ran = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=100,
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True,
         cwd=ROOT, env=environment(),
     )  # fmt: skip
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -102,7 +102,7 @@ def test_a_report_that_finds_no_place_is_no_refusal(tmp_path: Path) -> None:
     for command, (status, message) in commands.items():
         ran = subprocess.run(
             ["bash", "-c", f"{sys.executable} -m multibn {command}"],
-            capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment(),
+            capture_output=True, text=True, cwd=tmp_path, env=environment(),
         )  # fmt: skip
         assert ran.returncode == status, ran.stderr
         assert ran.stderr.startswith(f"multibn {message}" if message else ""), ran.stderr
@@ -119,7 +119,7 @@ def test_sources_that_hide_an_installation_are_told_apart(tmp_path: Path) -> Non
     facts.parent.mkdir()
     facts.write_text("Metadata-Version: 2.1\nName: multibn\nVersion: 9\n")
     ran = subprocess.run(
-        [sys.executable, "-m", "multibn", "info"], capture_output=True, text=True, timeout=100,
+        [sys.executable, "-m", "multibn", "info"], capture_output=True, text=True,
         cwd=sources, env=environment() | {"PYTHONPATH": str(installed)},
     )  # fmt: skip
     hidden = f"The sources in {sources / 'multibn'} hide {installed / 'multibn'}, which is inst"
@@ -250,7 +250,7 @@ def test_without_torch_the_errors_say_what_to_install(tmp_path: Path) -> None:
         variables = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
         ran = subprocess.run(
             [sys.executable, "-S", *arguments],
-            capture_output=True, text=True, timeout=100, cwd=tmp_path, env=variables,
+            capture_output=True, text=True, cwd=tmp_path, env=variables,
         )  # fmt: skip
         assert ran.returncode
         return ran.stderr

@@ -25,7 +25,7 @@ def _built(folder: Path, urls: str) -> Message:
         re.sub(r"(\[project\.urls\]\n)[^\[]*", rf"\1{urls}\n\n", settings)
     )
     command = [sys.executable, "setup.py", "--quiet", "egg_info"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return message_from_string((folder / "multibn.egg-info/PKG-INFO").read_text())
 
 

@@ -1,7 +1,6 @@
 """What a user sees of a launched script: the warning of a layer that stays local, and errors."""
 
 import textwrap
-import time
 from typing import NamedTuple
 
 import pytest
@@ -35,7 +34,6 @@ class Ran(NamedTuple):
     launcher: str
     exit_status: int
     output: str
-    seconds: float
 
 
 @pytest.fixture(scope="module", params=launch.LAUNCHERS)
@@ -46,9 +44,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     script = tmp_path_factory.mktemp("script") / "script.py"
     script.write_text(textwrap.dedent(_SCRIPT))
     over = {"torchrun": "gloo", "mpiexec": "mpi"}[launcher]
-    start = time.monotonic()
     result = launch.run(launcher, 2, str(script), over, real=True)
-    return Ran(launcher, result.returncode, result.stdout, time.monotonic() - start)
+    return Ran(launcher, result.returncode, result.stdout)
 
 
 def test_a_layer_that_stays_local_warns_once_and_names_the_fix(ran: Ran) -> None:
@@ -65,6 +62,5 @@ def test_a_layer_that_stays_local_warns_once_and_names_the_fix(ran: Ran) -> None
 
 
 def test_an_error_on_one_rank_ends_the_job(ran: Ran) -> None:
-    assert ran.exit_status != 0
+    assert ran.exit_status > 0, ran.output  # negative if the ranks had to be ended
     assert "must have 3 channels in dimension 1" in ran.output
-    assert ran.seconds < 60

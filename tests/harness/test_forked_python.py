@@ -27,9 +27,7 @@ VARIABLES = os.environ | launch.VARIABLES | {"ASKED": "yes"}
 
 
 def _run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=VARIABLES, capture_output=True, text=True, timeout=60, **options
-    )
+    return subprocess.run(command, env=VARIABLES, capture_output=True, text=True, **options)
 
 
 def test_it_is_a_fork_and_its_arguments_are_its_own(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("torchrun", "mpiexec")
 # Buffered, so that the lines of two ranks do not mix.
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+# Seconds after which processes hang, however busy the machine is; less than pytest's own limit,
+# which ends no process that another thread has started.
+HANGS = 240.0
 
 _OF_LAUNCHERS = re.compile("(OMPI|PMIX|PRTE|TORCHELASTIC|WORLD|LOCAL|GROUP)_|RANK")
 
@@ -52,14 +55,14 @@ def printed(
         known = {name: value for name, value in known.items() if not _OF_LAUNCHERS.match(name)}
     ran = subprocess.run(
         [interpreter, *arguments], env=known | variables, capture_output=True, text=True,
-        timeout=100, cwd=ROOT, check=False,
+        timeout=HANGS, cwd=ROOT, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
 
 def run(
-    launcher: str, size: int, *arguments: str, timeout: float = 120, real: bool = False
+    launcher: str, size: int, *arguments: str, timeout: float = HANGS, real: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Start `python *arguments` on `size` ranks and wait; all processes are ended at `timeout`.
 

@@ -35,7 +35,7 @@ def _train() -> tuple[list[float], list[float], str]:
         folder = Path(name)
         _write_scripts(folder)
         # In processes of Chainer alone, without torch.
-        trained = launch.run("mpiexec", 2, str(folder / "train.py"), timeout=240, real=True)
+        trained = launch.run("mpiexec", 2, str(folder / "train.py"), real=True)
         assert trained.returncode == 0, trained.stdout
         changed = launch.printed(
             "-W", "error", str(folder / "change.py"), interpreter=launch.python()

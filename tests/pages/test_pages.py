@@ -50,7 +50,7 @@ def check_programs(page: str, tmp_path: Path) -> None:
         # Not by this process's change of directory: the launches beside would start there.
         command = ["env", f"--chdir={tmp_path}", *_arguments(line)]
         for _ in range(2):
-            result = _launch.run(command, timeout=120, variables=launch.VARIABLES)
+            result = _launch.run(command, timeout=launch.HANGS, variables=launch.VARIABLES)
             if launch.NOT_STARTED not in result.stdout:
                 break
         assert result.returncode == 0, result.stdout
@@ -75,7 +75,7 @@ def test_two_launchers_with_one_rendezvous_train_together(tmp_path: Path) -> Non
         launchers = [
             stack.enter_context(_launch.started(command, variables=variables)) for _ in range(2)
         ]
-        outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+        outputs = [launcher.communicate(timeout=launch.HANGS)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     shown = [row for row in "\n".join(outputs).splitlines() if row in losses]
     assert shown == losses, outputs

@@ -111,7 +111,7 @@ def test_a_terminal_has_a_bar_below_the_rows() -> None:
         "        print('row', number)\n"
     )
     master, slave = pty.openpty()
-    run = partial(subprocess.run, [sys.executable, "-c", script], check=True, timeout=60)
+    run = partial(subprocess.run, [sys.executable, "-c", script], check=True)
     run(stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"})
     os.close(slave)
     shown = os.read(master, 100_000).decode()
@@ -119,4 +119,4 @@ def test_a_terminal_has_a_bar_below_the_rows() -> None:
     assert re.search("row 0.*row 1", shown, re.DOTALL)
     plain = run(capture_output=True, text=True)
     assert plain.stdout == "row 0\nrow 1\n"
-    assert re.fullmatch("launch 1 of 2, after 0 s\nlaunch 2 of 2, after 0 s\n", plain.stderr)
+    assert re.fullmatch(r"launch 1 of 2, after \d+ s\nlaunch 2 of 2, after \d+ s\n", plain.stderr)
