@@ -9,6 +9,8 @@ from itertools import takewhile
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
+
 # Any array of the array API standard: NumPy, torch, CuPy, array-api-strict... The standard has no
 # type of its own that a checker could hold the libraries to.
 Array: TypeAlias = Any
@@ -28,9 +30,12 @@ def check_choice(name: str, value: object, choices: Any) -> None:
 
 
 def check_bool(**values: object) -> None:
-    """Raise TypeError unless each value is a bool: "no" would count as true."""
+    """Raise TypeError unless each value is a bool, or 0 or 1: "no" would count as true."""
     for name, value in values.items():
-        _check_type(name, value, bool, "a bool", "")
+        if not isinstance(value, (int, np.bool_)) or value not in (0, 1):
+            raise TypeError(
+                f"`{name}` must be a bool: got {value!r} of type {type(value).__qualname__}."
+            )
 
 
 def check_int(name: str, value: Any, least: int | None = 1, *, none: str = "") -> None:
@@ -118,8 +123,7 @@ def list_obstacles(obstacles: dict[str, str], consequence: str) -> str:
 
 def _check_type(name: str, value: object, kind: type, words: str, none: str) -> None:
     """Raise TypeError unless `value` is of type `kind`, or None where None has a meaning."""
-    is_number = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if not (is_number or (value is None and none)):
+    if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and none)):
         raise TypeError(
             f"`{name}` must be {words}{_or_none(none)}: got {value!r} of type "
             f"{type(value).__qualname__}."

@@ -201,7 +201,7 @@ class LayerPhase(Forwarding):
     ) -> None:
         self.layer, self.options = layer, options
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
-        self.kind = self.dtype + ", finetune=True" * finetune  # of messages that may meet
+        self.kind = self.dtype + ", finetune=True" * bool(finetune)  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
         self._num_numbers, self._in_message = n, slice(wire.HEAD, wire.HEAD + n)
         before = layer.phases.get((phase, dtype, needs_gradient, finetune, n))

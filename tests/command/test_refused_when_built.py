@@ -49,7 +49,7 @@ ANY_INT = Wrong((*_NOT_INTS, None))
 COUNT = Wrong((-1, *ANY_INT.values))  # from 0
 POSITIVE_INT = Wrong((0, *COUNT.values))
 CHOICE = Wrong(("nothing", 3, True, None))
-BOOL = Wrong(("no", 0, 1, np.True_, None))
+BOOL = Wrong(("no", 2, 0.5, None))
 INTS = Wrong(((0, 1, 1), (1.5, 1, 1), ("1", 1, 1), (True, 1, 1)))  # positive, one for each axis
 ANYTHING = Wrong(())
 GROUP = Wrong((0, -1, 2.5, "nothing", True, [0, 0]), "a communicator must|a group must|a list of")
@@ -276,6 +276,9 @@ def test_a_text_is_no_flag() -> None:
     no: Any = "no"
     with pytest.raises(TypeError, match=r"`fuse_relu` must be a bool: got 'no' of type str\.$"):
         torch_backend.SyncBatchNorm(3, fuse_relu=no)
+    one: Any = 1  # as torch's layers take it
+    true: Any = np.True_
+    assert torch_backend.SyncBatchNorm(3, affine=one, fuse_relu=true).weight is not None
 
 
 def test_what_is_no_module_is_named_by_functions_of_models() -> None:
