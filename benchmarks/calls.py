@@ -1,7 +1,7 @@
 """The Python calls of a warm step, from a trace on two ranks: `python -m benchmarks.calls`.
 
 Prints the call tree of a layer's forward and backward pass, with the file of each function, and how
-many frames, files, changes of file and calls each pass has. docs/step.md has the trees.
+many frames, files, changes of file and calls each pass has. benchmarks/step.md has the trees.
 """
 
 import itertools

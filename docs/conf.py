@@ -92,7 +92,7 @@ REPOSITORIES = {
 
 
 # The search would find these before the guides.
-FOR_MAINTAINERS = r"(changelog|contributing|step)$"
+FOR_MAINTAINERS = r"changelog$"
 # Links to pages of the repository that the site does not have.
 IN_REPOSITORY = re.compile(
     r"\[([^]]+)\]\((?:\.\./)*((?:docs/decisions|benchmarks|evidence|faults|tests)/[\w/-]+\.md)(#[\w-]+)?\)"

@@ -3,7 +3,7 @@ const FIRST = {
   "quick-start": 9, "gpus": 9, "recipes/": 7, "guides/when-it-fails": 10, "guides/which-batch-norm": 8,
   "guides/uneven-data": 6, "guides/": 5, "speed": 5, "faq": 4, "limits": 3, "index": 3,
 };
-const LAST = /^(scaling|originals)/;
+const LAST = /^originals\/(?!index)/;
 var Scorer = {
   score: ([page, , , , score]) =>
     LAST.test(page) ? score - 5

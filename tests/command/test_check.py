@@ -127,7 +127,7 @@ def test_what_is_missing_is_named(size: str, message: str, monkeypatch: Any, cap
 
 
 def test_the_page_has_the_commands_and_sizes_of_the_check() -> None:
-    page = (ROOT / "docs/guides/check.md").read_text()
+    page = (ROOT / "docs/guides/command.md").read_text()
     examples = (command.run.__doc__ or "").rpartition("\n\n")[2].rstrip().splitlines()
     assert len(examples) == 3
     assert all(line.strip() in page for line in examples)

@@ -12,7 +12,7 @@ MARKDOWN = sorted(
 )
 
 # Pages whose programs need what `make programs` installs: tests/programs/test_recipes.py.
-TRAINERS = ["docs/recipes/accelerate.md", "docs/recipes/transformers.md"]
+TRAINERS = ["docs/guides/trainers.md"]
 
 
 class Command(NamedTuple):

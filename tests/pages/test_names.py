@@ -1,4 +1,4 @@
-"""Each test and each file of tests that a page names exists, in the page's comments too."""
+"""Each test and each file of tests that a page or claims.tsv names exists."""
 
 import re
 from functools import cache
@@ -40,8 +40,8 @@ def missing(text: str) -> list[str]:
     return lost + [name for name in re.findall(FUNCTION, text) if name not in known]
 
 
-# A change's tests are those of its day; the calls of a step are none.
-OTHERS = {"CHANGELOG.md", "docs/step.md"}
+# A change's tests are those of its day.
+OTHERS = {"CHANGELOG.md"}
 
 
 @pytest.mark.parametrize("page", [page for page in MARKDOWN if page not in OTHERS], ids=str)
@@ -50,14 +50,16 @@ def test_tests_that_a_page_names_exist(page: str) -> None:
     assert not lost, f"{page} names tests that do not exist: {lost}"
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=str)
-def test_a_comment_names_rows_of_the_table_above(page: str) -> None:
-    """A line is the beginning of a row and its tests; rows without tests have no line."""
-    above, *comments = (launch.ROOT / page).read_text().split("<!-- tests of this table\n")
-    for comment in comments:
-        table = above.rstrip().rpartition("\n\n")[2]
-        lines, _, above = comment.partition("\n-->")
-        for line in lines.splitlines():
-            row, _, tests = line.rpartition(" | ")
-            assert f"\n| {row}" in table, f"{page}: no row of the table begins with {row!r}"
-            assert re.search(r"test|check|programs?: \w|parity/", tests), f"{page}: {line}"
+# A page, the beginning of a row of one of its tables or nothing, and the tests of this claim.
+CLAIMS = (TESTS / "pages/claims.tsv").read_text()
+
+
+def test_tests_that_the_claims_name_exist() -> None:
+    assert not missing(CLAIMS)
+
+
+@pytest.mark.parametrize("line", CLAIMS.splitlines())
+def test_a_claim_is_a_row_of_its_page_and_has_tests(line: str) -> None:
+    page, row, tests = line.split("\t")
+    assert f"\n| {row}" in (launch.ROOT / page).read_text() or not row, f"{page} has no row {row!r}"
+    assert re.search(r"test|check|programs?: \w|parity/", tests), line

@@ -59,10 +59,10 @@ def check_programs(page: str, tmp_path: Path) -> None:
 
 
 def test_two_launchers_with_one_rendezvous_train_together(tmp_path: Path) -> None:
-    """The command of docs/guides/several-machines.md, on two "machines" that are this one."""
+    """The command of docs/guides/multi-node.md, on two "machines" that are this one."""
     require.need("torch", "torchrun")
     _write_programs("README.md", tmp_path)
-    text = (launch.ROOT / "docs/guides/several-machines.md").read_text()
+    text = (launch.ROOT / "docs/guides/multi-node.md").read_text()
     (line,) = [row for row in text.splitlines() if row.startswith("torchrun ")]
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -69,7 +69,7 @@ def test_the_line_changes_nothing_that_the_code_around_it_sees() -> None:
 
 
 def test_each_row_of_the_comparison_has_tests() -> None:
-    comparison = README.partition("## Beside torch.nn.SyncBatchNorm")[2]
+    comparison = README.partition("## Compared with torch.nn.SyncBatchNorm")[2]
     rows = re.findall(r"^\| ([^|]+) \| [^|]* \| [^|]* \|$", comparison, re.MULTILINE)
     assert rows == [*COMPARISON]
     assert not [name for tests in COMPARISON.values() for name in missing("; ".join(tests))]

@@ -1,4 +1,4 @@
-"""Pipelines: 2 stages x 2 data-parallel ranks, by the example of docs/guides/pipelines.md."""
+"""Pipelines: 2 stages x 2 data-parallel ranks, by the example of the page on pipelines."""
 
 import copy
 import re
@@ -33,7 +33,7 @@ def _network() -> Any:
 
 def _guide() -> Any:
     """The function `train` of the guide."""
-    text = (ROOT / "docs/guides/pipelines.md").read_text()
+    text = (ROOT / "docs/guides/gradient-accumulation.md").read_text()
     (code,) = re.findall(r"```python\n# pipeline\.py\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
