@@ -252,7 +252,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     ]
     # Of a step of `step_statistics`, which these batches have no part in.
     layers = [m for m in model.modules() if isinstance(vars(m).get("pool"), StepAccumulator)]
-    pools = [(layer, layer.__dict__.pop("pool")) for layer in layers]
+    pools = [(layer, layer.pool) for layer in layers]
+    for layer in layers:
+        layer.pool = None  # type: ignore[assignment]
     gpus = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -261,7 +263,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for layer, pool in pools:
-            layer.__dict__["pool"] = pool
+            layer.pool = pool
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer

@@ -28,7 +28,7 @@ _classes = dict(_TORCHS)
 
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
-_ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_num_splits"}
+_ATTRIBUTES |= {"converted_from", "own_group", "_shares", "_num_splits"}
 
 
 def derive(layer: Any, /) -> SyncBatchNorm:

@@ -89,6 +89,7 @@ class SyncNormBase(nn.Module):
     ) -> None:
         """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
         self.built = LayerId()
+        self.pool = None  # an attribute that came and went would make compiled code recompile
         self.process_group = process_group
         self.nonfinite = nonfinite
         self.weighting: Weighting = weighting

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakValueDictionary
 
+import array_api_compat.torch  # noqa: F401  (traced code finds it, and must not load it)
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode

@@ -81,10 +81,8 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for _, bn, pool, _ in entered:
-            if torch.compiler.is_compiling():  # before torch 2.13 it cannot delete an attribute
+            if getattr(bn, "pool", None) is pool:  # a layer that was reverted has none
                 bn.pool = None
-            elif getattr(bn, "pool", None) is pool:  # a layer that was reverted has none
-                del bn.pool
     for layer, bn, pool, convention in entered:
         # The buffers of this moment: `layer.double()` has put others in the place of the old ones.
         running = running_of(bn, convention)

@@ -79,9 +79,11 @@ class _SubBatchNorm(SyncNormBase):
             self.register_parameter(name, None if values is None else nn.Parameter(values))
 
         def make(features: int) -> Any:
-            return self._part(
+            part: Any = self._part(
                 features, eps, momentum, False, track_running_stats, device=device, dtype=dtype
             )
+            part.pool = None  # as of `SyncNormBase`
+            return part
 
         self.bn = make(num_features)
         self.split_bn = make(num_features * num_splits)
