@@ -364,7 +364,7 @@ class _WatchedNorm:
             return
         with without_autocast(x):
             self.estimator.add(
-                self.estimator.sums_of(x.detach(), axis=functional.all_but_channels(x))
+                self.estimator.sums_of(x.detach(), axis=functional.non_channel_axes(x))
             )
 
     def write(self, mean: Tensor, var: Tensor, /) -> None:

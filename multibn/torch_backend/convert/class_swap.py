@@ -17,7 +17,7 @@ from multibn.communicators import as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.torch_backend.layer import compiled, dtensors, functional, modules
-from multibn.torch_backend.layer.autograd import running_of
+from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 
@@ -105,7 +105,7 @@ class _OwnForward(_Derived):
                 y = self.converted_from.forward(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
             if self.training and not sharing.reached:  # the other ranks will wait for this one
-                functional.refuse(error, x, self.num_features, self.layer_communicator)
+                functional.raise_on_all_ranks(error, x, self.num_features, self.layer_communicator)
             raise
         # Later, a class may return an empty batch as it is, or normalize alone where it is alone.
         may_pass = self._shares and (
@@ -154,14 +154,14 @@ class _Sharing(functional.BatchNormMode):
         own = running_mean is (layer.running_mean if layer.track_running_stats else None)
         self.reached |= own
         if own and not training and running_mean is not None and running_var is not None:
-            return functional.normalize_by_running(
+            return functional.normalize_with_running_stats(
                 input, weight, bias, running_mean, running_var, eps=eps
             )
         if not (own and training):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
-        axis = functional.all_but_channels(input)
+        axis = functional.non_channel_axes(input)
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
         num_channels = [*channels, layer.num_features][0]
@@ -171,7 +171,7 @@ class _Sharing(functional.BatchNormMode):
             if before is not None and counter is not None:  # the end of the step will count
                 counter.copy_(before)
             return layer.by_parts(args, num_channels, momentum)
-        running = running_of(layer, layer.running_var_convention, momentum)
+        running = running_stats_of(layer, layer.running_var_convention, momentum)
         if isinstance(running, StepAccumulator):
             running.momentum = momentum
         args, sharing = args._replace(running=running), (num_channels, layer.layer_communicator)

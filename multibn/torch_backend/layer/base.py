@@ -120,7 +120,7 @@ class SyncNormBase(nn.Module):
 
     def alone(self, x: Any) -> Communicator:
         """This process alone, for a batch that no other rank shares: in the layer's name."""
-        if compiled.takes(x) or dtensors.among((x, *self.parameters(recurse=False))):
+        if compiled.is_compiling_or_fake(x) or dtensors.among((x, *self.parameters(recurse=False))):
             return LOCAL
         return self.layer_communicator.over(LOCAL)
 
@@ -158,4 +158,6 @@ def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> boo
 
     Compiled code, which cannot tell whether it runs in a recomputation, gets True.
     """
-    return isinstance(running, Running) and (compiled.takes(x) or not recompute.in_recomputing())
+    return isinstance(running, Running) and (
+        compiled.is_compiling_or_fake(x) or not recompute.in_recomputing()
+    )

@@ -117,10 +117,10 @@ def sync_batch_norm(
         options.check()
         num_channels = _channels_of(weight, bias)
     except (TypeError, ValueError) as error:
-        refuse(error, x, None, communicator)
+        raise_on_all_ranks(error, x, None, communicator)
     compared |= vars(options)
     mask = mask_of(x, mask, lengths, num_channels, communicator)
-    args = NormArgs(x, weight, bias, eps, all_but_channels(x), mask=mask)
+    args = NormArgs(x, weight, bias, eps, non_channel_axes(x), mask=mask)
     y, batch = forward(args, num_channels, communicator, weighting=weighting)
     return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
 
@@ -143,17 +143,17 @@ def _channels_of(weight: Any, bias: Any) -> int | None:
 def mask_of(
     x: Any, mask: Any, lengths: Any, num_channels: int | None, communicator: Communicator
 ) -> Tensor | None:
-    """The engine's mask for `x`, see `masks.checked`. Collective if it raises, see `refuse`."""
+    """The engine's mask for `x`, see `masks.checked`. Collective if it raises."""
     if mask is None and lengths is None:
         return None
     try:
         check_input(x, None)
         for name, v in (("`mask`", mask), ("`lengths`", lengths)):
-            check_plain(name, v)
+            check_no_tensor_subclass(name, v)
             check_dense(name, v)
-        return masks.checked(x, mask, lengths, axis=all_but_channels(x))
+        return masks.checked(x, mask, lengths, axis=non_channel_axes(x))
     except (TypeError, ValueError) as error:
-        refuse(error, x, num_channels, communicator)
+        raise_on_all_ranks(error, x, num_channels, communicator)
 
 
 def forward(
@@ -170,7 +170,7 @@ def forward(
     and the layer gets a plan.
     """
     layer = communicator if isinstance(communicator, LayerCommunicator) else None
-    key = None if layer is None else autograd.guard(args, weighting)
+    key = None if layer is None else autograd.plan_key(args, weighting)
     plan = None if layer is None else layer.plans.get(key)
     if plan is not None:
         y, batch = autograd.forward(plan, args)
@@ -180,7 +180,7 @@ def forward(
             check_input(args.x, num_channels)  # not each rank's part, so that all ranks raise
         function = partial(forward, weighting=weighting)
         return dtensors.forward(function, args, num_channels, communicator)
-    check(args, num_channels, communicator)
+    validate_call(args, num_channels, communicator)
     if autograd.is_transformed() or get_dispatch_mode(MAKE_FX):
         return autograd.differentiable_forward(args, communicator, weighting=weighting)
     needed = autograd.needs_gradient(args.x)
@@ -192,7 +192,7 @@ def forward(
     return y, unpack(batch)
 
 
-def check(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
+def validate_call(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
     """Raise unless a layer can normalize this input, here and now. Collective if it raises."""
     data_parallel.watch_active()
     ddp: Any = getattr(DistributedDataParallel, ACTIVE_DDP, None)
@@ -213,8 +213,8 @@ def check(args: NormArgs, num_channels: int | None, communicator: Communicator) 
             "of the model after revert_sync_batchnorm."
         )
     try:
-        check_plain("the input", args.x)
-        check_plain("`residual`", args.residual)
+        check_no_tensor_subclass("the input", args.x)
+        check_no_tensor_subclass("`residual`", args.residual)
         check_input(args.x, num_channels)
         if args.x.is_meta and communicator.size > 1:
             raise TypeError("the input must have data: got meta. Use a layer for shapes.")
@@ -224,15 +224,15 @@ def check(args: NormArgs, num_channels: int | None, communicator: Communicator) 
     except (TypeError, ValueError, Warning) as error:
         if isinstance(args.x, Tensor) and len(args.axis) < args.x.ndim - 1:  # splits
             num_channels = math.prod(channels(args.x.shape, args.axis))
-        refuse(error, args.x, num_channels, communicator)
+        raise_on_all_ranks(error, args.x, num_channels, communicator)
 
 
-def all_but_channels(x: Any, /) -> tuple[int, ...]:
+def non_channel_axes(x: Any, /) -> tuple[int, ...]:
     """The axes of an input `(N, C, *spatial)` that a layer reduces; `x` need not be a tensor."""
     return 0, *range(2, getattr(x, "ndim", 2))
 
 
-def normalize_by_running(
+def normalize_with_running_stats(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -249,7 +249,7 @@ def normalize_by_running(
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
     if dtensors.among((x, weight, running_mean)):
-        function = partial(normalize_by_running, eps=eps)
+        function = partial(normalize_with_running_stats, eps=eps)
         return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)
     wide = torch.promote_types(x.dtype, torch.float32)
     parameters = {p.dtype for p in (weight, bias, running_mean) if p is not None}
@@ -271,7 +271,7 @@ def normalize_by_running(
 def check_input(x: Any, num_channels: int | None, /) -> None:
     """Raise unless `x` is a floating-point tensor of shape `(N, num_channels, *spatial)`.
 
-    `num_channels=None` accepts any number but 0. Not collective: see `refuse`.
+    `num_channels=None` accepts any number but 0. Not collective: see `raise_on_all_ranks`.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
@@ -305,7 +305,7 @@ def check_dense(name: str, x: Any, /) -> None:
         raise TypeError(f"{name} must be a dense tensor: got {kind}. Call {call} on it.")
 
 
-def check_plain(name: str, x: Any, /) -> None:
+def check_no_tensor_subclass(name: str, x: Any, /) -> None:
     """Raise if the class of `x` has operations of its own: the numbers of a step are elsewhere."""
     kind = type(x)
     if not isinstance(x, Tensor) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
@@ -354,7 +354,7 @@ def check_options(args: NormArgs) -> None:
             )
 
 
-def refuse(
+def raise_on_all_ranks(
     error: Exception, x: Any, num_channels: int | None, communicator: Communicator
 ) -> NoReturn:
     """Raise `error`, and let the other ranks raise too. Collective.
