@@ -29,7 +29,7 @@ from multibn.engine.precise import Estimate, Pass, Population, input_of, length_
 from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
 from multibn.engine.statistics import OneValueError, aggregate, local_moments
 from multibn.kernels import steps
-from multibn.torch_backend.layer import functional
+from multibn.torch_backend.layer import functional, validation
 from multibn.torch_backend.layer.autograd import without_autocast
 from multibn.torch_backend.layer.base import SyncNormBase, check_module
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
@@ -359,12 +359,12 @@ class _WatchedNorm:
         if self.estimator is None:
             return
         try:
-            functional.check_input(x, self.num_features)
+            validation.check_input(x, self.num_features)
         except (TypeError, ValueError):
             return
         with without_autocast(x):
             self.estimator.add(
-                self.estimator.sums_of(x.detach(), axis=functional.non_channel_axes(x))
+                self.estimator.sums_of(x.detach(), axis=validation.non_channel_axes(x))
             )
 
     def write(self, mean: Tensor, var: Tensor, /) -> None:

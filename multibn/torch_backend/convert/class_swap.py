@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn.communicators import as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
-from multibn.torch_backend.layer import compiled, dtensors, functional, modules
+from multibn.torch_backend.layer import compiled, dtensors, functional, modules, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
@@ -105,7 +105,7 @@ class _OwnForward(_Derived):
                 y = self.converted_from.forward(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
             if self.training and not sharing.reached:  # the other ranks will wait for this one
-                functional.raise_on_all_ranks(error, x, self.num_features, self.layer_communicator)
+                validation.raise_on_all_ranks(error, x, self.num_features, self.layer_communicator)
             raise
         # Later, a class may return an empty batch as it is, or normalize alone where it is alone.
         may_pass = self._shares and (
@@ -161,7 +161,7 @@ class _Sharing(functional.BatchNormMode):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
-        axis = functional.non_channel_axes(input)
+        axis = validation.non_channel_axes(input)
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
         num_channels = [*channels, layer.num_features][0]

@@ -20,7 +20,7 @@ from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
-from multibn.torch_backend.layer import compiled, data_parallel, functional
+from multibn.torch_backend.layer import compiled, data_parallel, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, without_none
@@ -60,7 +60,7 @@ class BatchNorm(_BatchNorm):
         mask = compiled.mask_of(input, mask, lengths, self.num_features, LOCAL)
         mean, var = self.running_mean, self.running_var
         if self.training or mean is None:
-            axis = functional.non_channel_axes(input)
+            axis = validation.non_channel_axes(input)
             running = running_stats_of(self, "unbiased_global") if self.training else None
             args = NormArgs(
                 input, self.weight, self.bias, self.eps, axis, mask=mask, running=running

@@ -38,7 +38,7 @@ from multibn.torch_backend._torch_private import (
     FakeTensor,
     register_effectful_op,
 )
-from multibn.torch_backend.layer import autograd, dtensors, functional
+from multibn.torch_backend.layer import autograd, dtensors, functional, validation
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -90,11 +90,11 @@ def forward(
     if autograd.is_transformed() if compiling else not _has_no_data(args.x):
         return functional.forward(*arguments, weighting=weighting)
     if not compiling:
-        functional.check_input(args.x, num_channels)
+        validation.check_input(args.x, num_channels)
         try:
-            functional.check_options(args)
+            validation.check_options(args)
         except ValueError as error:  # of a layer with data, whose other ranks may have some
-            functional.raise_on_all_ranks(error, args.x, num_channels, communicator)
+            validation.raise_on_all_ranks(error, args.x, num_channels, communicator)
     sharing = num_channels, id(communicator), weighting
     y, *numbers = torch.ops.multibn.forward(*_spread(args), *sharing)
     batch = BatchStatistics(*numbers)
@@ -111,9 +111,9 @@ def forward(
 def mask_of(
     x: Any, mask: Any, lengths: Any, num_channels: int, communicator: Communicator
 ) -> Tensor | None:
-    """Do as `functional.mask_of`; in compiled code an operator does so."""
+    """Do as `validation.mask_of`; in compiled code an operator does so."""
     if (mask is None and lengths is None) or not torch.compiler.is_compiling():
-        return functional.mask_of(x, mask, lengths, num_channels, communicator)
+        return validation.mask_of(x, mask, lengths, num_channels, communicator)
     checked: Tensor = torch.ops.multibn.mask(x, mask, lengths, num_channels, id(communicator))
     return checked
 
@@ -186,7 +186,7 @@ def _plan(
     plan: Plan | None = getattr(sharing, "plans", {}).get(key)
     if plan is None:
         if num_channels is not None:  # not in a backward pass
-            functional.validate_call(args, num_channels, sharing)
+            validation.validate_call(args, num_channels, sharing)
         options: Any = {"weighting": weighting, "needs_gradient": needed, "copied": copied}
         plan = Plan(args, sharing, verbs=_up_to_elements(args.x), **options)
         if key[0] is not None and isinstance(sharing, LayerCommunicator):
@@ -258,7 +258,7 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
 )
 def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: int) -> Tensor:
     """The engine's mask. Collective if it raises."""
-    checked: Any = functional.mask_of(x, mask, lengths, num_channels, _communicators[communicator])
+    checked: Any = validation.mask_of(x, mask, lengths, num_channels, _communicators[communicator])
     # New memory, as an operator's output must be, with the strides that the compiler is told.
     return checked.clone(memory_format=torch.contiguous_format)
 
@@ -270,8 +270,8 @@ def _forward(*arguments: Any) -> list[Tensor]:
     args, num_channels, communicator, weighting = _gather(*arguments)
     needed = torch.is_grad_enabled() and args.x.requires_grad
     try:
-        functional.check_input(args.x, num_channels)
-        functional.check_options(args)
+        validation.check_input(args.x, num_channels)
+        validation.check_options(args)
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
         with torch.no_grad():
             sums = torch.ops.multibn.forward_sums(*arguments, needed)

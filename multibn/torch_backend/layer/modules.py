@@ -12,7 +12,7 @@ from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import reference
-from multibn.torch_backend.layer import autograd, compiled, functional
+from multibn.torch_backend.layer import autograd, compiled, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import LOCAL, SyncNormBase
 from multibn.torch_backend.layer.step_statistics import step_statistics
@@ -184,7 +184,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             if isinstance(input, Tensor) and check is not _NormBase._check_input_dim:
                 check(self, input)
         except ValueError as error:
-            functional.raise_on_all_ranks(error, input, self.num_features, layer_communicator)
+            validation.raise_on_all_ranks(error, input, self.num_features, layer_communicator)
         mean: Any = self.running_mean
         var: Any = self.running_var
         by_batch = self.training or mean is None or var is None
@@ -199,9 +199,9 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             return compiled.forward(
                 args, self.num_features, layer_communicator, weighting=self.weighting
             )[0]
-        functional.check_input(input, self.num_features)
+        validation.check_input(input, self.num_features)
         if residual is not None:
-            functional.check_options(self._as_input(input, residual))
+            validation.check_options(self._as_input(input, residual))
         x = reference.masked(input, where)  # the gradients of weight and bias would be NaN
         y = functional.normalize_with_running_stats(
             x, self.weight, self.bias, mean, var, eps=self.eps
@@ -214,9 +214,9 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
 
         With `momentum`, the caller has counted the batch already.
         """
-        functional.check_no_tensor_subclass("the input", args.x)
-        functional.check_input(args.x, num_channels)
-        functional.check_options(args)
+        validation.check_no_tensor_subclass("the input", args.x)
+        validation.check_input(args.x, num_channels)
+        validation.check_options(args)
         # Two elements per channel and part, if the batch has them: a last one may be small.
         N = len(args.x)
         n = max(1, min(self._num_splits, N, args.x.numel() // args.x.shape[1] // 2))
@@ -246,7 +246,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized
             weight, bias = self.weight, self.bias
-        axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.non_channel_axes`
+        axis = 0, *range(2, getattr(x, "ndim", 2))  # as `validation.non_channel_axes`
         return NormArgs(x, weight, bias, self.eps, axis, self.fuse_relu, mask, residual, running)
 
 

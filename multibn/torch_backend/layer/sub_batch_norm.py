@@ -12,7 +12,7 @@ from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import reduced_axes
-from multibn.torch_backend.layer import compiled, functional
+from multibn.torch_backend.layer import compiled, functional, validation
 from multibn.torch_backend.layer.autograd import (
     disable_dispatch_modes_in_recompute,
     running_stats_of,
@@ -108,7 +108,7 @@ class _SubBatchNorm(SyncNormBase):
         shares = self.training and part.training
         communicator: Communicator = self.layer_communicator if shares else self.alone(input)
         try:
-            functional.check_input(input, self.num_features)
+            validation.check_input(input, self.num_features)
             self._part._check_input_dim(self.bn, input)
             if input.shape[0] % num_splits != 0:
                 where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
@@ -119,7 +119,7 @@ class _SubBatchNorm(SyncNormBase):
                     "takes a batch of any size."
                 )
         except (TypeError, ValueError) as error:
-            functional.raise_on_all_ranks(
+            validation.raise_on_all_ranks(
                 error, input, num_splits * self.num_features, communicator
             )
         x = input
