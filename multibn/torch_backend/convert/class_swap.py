@@ -24,7 +24,8 @@ from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 _TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     getattr(nn, f"BatchNorm{n}d"): getattr(modules, f"SyncBatchNorm{n}d") for n in (1, 2, 3)
 }
-_classes = dict(_TORCHS)
+#: The synchronized class of each class that was converted.
+CLASSES: dict[type[_BatchNorm], type[SyncBatchNorm]] = dict(_TORCHS)
 
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
@@ -56,15 +57,15 @@ def restore(layer: SyncBatchNorm, original: type[_BatchNorm], /) -> None:
 
 
 def _class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
-    if original not in _classes:
+    if original not in CLASSES:
         attributes: dict[str, Any] = {"__module__": __name__, "converted_from": original}
         check = original._check_input_dim
         same = [ours for torchs, ours in _TORCHS.items() if torchs._check_input_dim is check]
         if not same:
             attributes["_usual"] = ()
         own = _Derived if original.forward is _BatchNorm.forward else _OwnForward
-        _classes[original] = type(f"Sync{original.__name__}", (own, *same, original), attributes)
-    return _classes[original]
+        CLASSES[original] = type(f"Sync{original.__name__}", (own, *same, original), attributes)
+    return CLASSES[original]
 
 
 def _new(original: type[_BatchNorm]) -> SyncBatchNorm:

@@ -77,6 +77,9 @@ class BatchNorm(_BatchNorm):
             )
 
 
+class_swap.CLASSES[BatchNorm] = SyncBatchNorm  # whose masks, residuals and dtypes it takes
+
+
 def convert_sync_batchnorm(
     module: _Model,
     process_group: CommunicatorLike = None,
