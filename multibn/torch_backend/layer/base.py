@@ -24,7 +24,7 @@ from multibn.kernels import Running
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, dtensors
 
-#: This process alone, known to compiled code.
+#: This process alone, known to compiled code; the group of ghost norms that were given none.
 LOCAL = SingleProcess()
 compiled.register(LOCAL)
 
@@ -132,11 +132,13 @@ class SyncNormBase(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
-        return {**(own or self.__dict__), "layer_communicator": self.process_group}
+        group = None if self.process_group is LOCAL else self.process_group
+        return {**(own or self.__dict__), "layer_communicator": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.process_group = self.__dict__.pop("layer_communicator")  # a copy has its own name
+        group = self.__dict__.pop("layer_communicator")  # a copy has its own name
+        self.process_group = LOCAL if group is None else group
 
 
 def _options(layer: SyncNormBase | None) -> dict[str, object]:
