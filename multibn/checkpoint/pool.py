@@ -32,7 +32,8 @@ def pool_states(
     Returns
     -------
     dict
-        Arrays of the first state's library and dtypes, with its counters of batches.
+        Arrays of the first state's library and dtypes, with its counters of batches. Those of the
+        other states may have another shape or dtype, or be missing.
 
     Raises
     ------
@@ -73,8 +74,18 @@ def pool(
         )
     for count in counts:
         check_number("counts", count, "(0, inf)")
-    hosts = [{key: files.to_numpy(state, key) for key in state} for state in states]
-    kinds = [{key: f"{tuple(a.shape)} {a.dtype}" for key, a in s.items()} for s in states]
+    norms = [names[-3:] for names in (TORCH.norm, CHAINER.norm)]
+    keys = {key for state in states for key in state}
+    # The result has the first state's; torch loads other shapes and dtypes of counters, and none.
+    counters = {
+        key.removesuffix(mean) + counter
+        for mean, _, counter in norms
+        for key in keys
+        if key.endswith(mean)
+    }
+    alike = [{key: state[key] for key in state if key not in counters} for state in states]
+    hosts = [{key: files.to_numpy(state, key) for key in state} for state in alike]
+    kinds = [{key: f"{tuple(a.shape)} {a.dtype}" for key, a in s.items()} for s in alike]
     for i, kind in enumerate(kinds):
         for key, _ in sorted(kind.items() ^ kinds[0].items()):
             raise files.CheckpointError(
@@ -100,12 +111,11 @@ def pool(
     floating = {key: a for key, a in hosts[0].items() if a.dtype.kind == "f"}
     pooled = {key: average(wide(key)) for key in floating if average_all}
     unequal = {key for key in hosts[0] if len({host[key].tobytes() for host in hosts}) > 1}
-    for *_, mean, var, counter in (TORCH.norm, CHAINER.norm):
+    for mean, var, _ in norms:
         for layer in [key.removesuffix(mean) for key in floating if key.endswith(mean)]:
             one, other = layer + mean, layer + var
             if other in floating and floating[one].shape == floating[other].shape:
                 pooled[one], pooled[other] = pool_running(wide(one), wide(other), average)
-                unequal.discard(layer + counter)
     if refused := unequal - pooled.keys():
         raise files.CheckpointError(
             f"only running statistics may differ: {some(sorted(refused))} are not equal in all "

@@ -1,7 +1,8 @@
 """The normalization layer that a PySlowFast config names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Number
 from typing import Any
 
 from torch import nn
@@ -31,9 +32,10 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     Parameters
     ----------
     cfg
-        A yacs CfgNode, an OmegaConf config or a dict, with a node BN of any of these kinds. Only
-        NORM_TYPE is required. The other entries have PySlowFast's defaults: NUM_SPLITS 1,
-        NUM_SYNC_DEVICES 1, GLOBAL_SYNC False.
+        A mapping (a dict, a yacs CfgNode, an OmegaConf config) or an object with attributes (an
+        argparse.Namespace, a dataclass), with a node BN of any of these kinds. Only NORM_TYPE is
+        required. The other entries have PySlowFast's defaults: NUM_SPLITS 1, NUM_SYNC_DEVICES 1,
+        GLOBAL_SYNC False.
 
     Raises
     ------
@@ -50,23 +52,28 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     >>> type(layer).__name__, layer.num_splits
     ('SubBatchNorm3d', 4)
     """
-    bn: Any = cfg.get("BN", {}) if hasattr(cfg, "get") else None
-    if not hasattr(bn, "get"):
+    bn = _entry(cfg, "BN", {} if isinstance(cfg, Mapping) else None)
+    if bn is None or isinstance(bn, str | Number):
         raise TypeError(
-            f"`cfg` must be a config with a node BN, a CfgNode or a dict: got {cfg!r} of type "
-            f"{type(cfg).__qualname__}."
+            "`cfg` must be a config with a node BN, each a mapping or an object with attributes: "
+            f"got {cfg!r} of type {type(cfg).__qualname__}."
         )
-    devices = bn.get("NUM_SYNC_DEVICES", 1)
-    options = {"num_sync_devices": devices, "global_sync": bn.get("GLOBAL_SYNC", False)}
+    devices = _entry(bn, "NUM_SYNC_DEVICES", 1)
+    options = {"num_sync_devices": devices, "global_sync": _entry(bn, "GLOBAL_SYNC", False)}
     layers: dict[Any, Callable[..., nn.Module]] = {
         "batchnorm": nn.BatchNorm3d,
-        "sub_batchnorm": partial(SubBatchNorm3d, num_splits=bn.get("NUM_SPLITS", 1)),
+        "sub_batchnorm": partial(SubBatchNorm3d, num_splits=_entry(bn, "NUM_SPLITS", 1)),
         "sync_batchnorm": partial(NaiveSyncBatchNorm3d, **options),
         "sync_batchnorm_apex": partial(SyncBatchNorm3d, process_group=devices or None),
     }
-    norm_type = bn.get("NORM_TYPE")
+    norm_type = _entry(bn, "NORM_TYPE", None)
     if not isinstance(norm_type, str) or norm_type not in layers:
         raise NotImplementedError(
             f"`cfg.BN.NORM_TYPE` must be one of {', '.join(map(repr, layers))}: got {norm_type!r}."
         )
     return layers[norm_type]
+
+
+def _entry(node: Any, name: str, default: Any) -> Any:
+    """Return an entry of a mapping, or an attribute of another object."""
+    return node.get(name, default) if isinstance(node, Mapping) else getattr(node, name, default)

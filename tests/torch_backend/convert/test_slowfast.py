@@ -1,6 +1,9 @@
 """`get_norm` over every kind of config."""
 
+import argparse
+from dataclasses import make_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +47,19 @@ def _omegaconf_struct(**bn: Any) -> Any:
     return cfg
 
 
-KINDS = pytest.mark.parametrize("kind", [_dict, _yacs, _omegaconf, _omegaconf_struct])
+def _namespace(**bn: Any) -> Any:
+    return argparse.Namespace(BN=SimpleNamespace(**bn))
+
+
+def _dataclass(**bn: Any) -> Any:
+    names = [(name, Any) for name in bn]
+    node = make_dataclass("Node", [*names, ("get", str, "an entry of this name")])
+    return make_dataclass("Config", ["BN"])(node(**bn))
+
+
+KINDS = pytest.mark.parametrize(
+    "kind", [_dict, _yacs, _omegaconf, _omegaconf_struct, _namespace, _dataclass]
+)
 
 
 @pytest.mark.parametrize("norm_type", CLASSES)
@@ -82,6 +97,6 @@ def test_what_is_wrong_is_named(kind: Any) -> None:
         message = f"BN.NORM_TYPE` must be one of {known}: got {got}"
         with pytest.raises(NotImplementedError, match=message):  # as in PySlowFast
             get_norm(cfg)
-    for no_config in ("batchnorm", {"BN": "batchnorm"}, {"BN": None}):
-        with pytest.raises(TypeError, match=r"a config with a node BN, .*: got [{'].* of type "):
+    for no_config in ("batchnorm", {"BN": "batchnorm"}, {"BN": None}, SimpleNamespace(BN=1), 3):
+        with pytest.raises(TypeError, match=r"a config with a node BN, .*: got .* of type \w+\."):
             get_norm(no_config)
