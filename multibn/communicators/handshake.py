@@ -102,7 +102,7 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     if key not in names:
         # Ranks without a channel may be threads of one process, which count each other's layers.
         built = None if channel_of(group) is None else layer.built
-        options = layer.texts() | {"channels": f"{channels} channels"}
+        options = layer.texts() | {"channels": f"{channels} channels{layer.detail(channels)}"}
         facts = f"{_version.__version__} {layer.name} {channels} {built} {sorted(options.items())}"
         text = f"the first message of {call}"
         is_alike, _ = agree(group, "first message", facts, text=text, known=known)

@@ -52,7 +52,8 @@ class LayerCommunicator(Forwarding):
 
     `find_name` returns the name of the layer, `options` what else must be equal on all ranks; both
     are called when the layer first communicates. `built` is which of the process's layers it is;
-    None for a function.
+    None for a function. `detail` describes a message of so many channels further, and ranks compare
+    the descriptions.
     """
 
     silent_since: object = None  # what another layer has told, see `nonfinite`
@@ -64,9 +65,10 @@ class LayerCommunicator(Forwarding):
         *,
         built: LayerId | None = None,
         options: Callable[[], Mapping[str, object]] = dict,
+        detail: Callable[[int], str] = lambda channels: "",
     ) -> None:
         self.communicator = communicator
-        self.built, self.options = built, options
+        self.built, self.options, self.detail = built, options, detail
         self._find_name = find_name
         self.phases: dict[tuple[str, Any, bool, bool, int], LayerPhase] = {}
         # The plans of the layer's steps, by all in which steps may differ: `multibn.engine.plan`.
@@ -102,7 +104,11 @@ class LayerCommunicator(Forwarding):
         """The same layer's messages over other processes."""
         if communicator not in self._elsewhere:
             self._elsewhere[communicator] = LayerCommunicator(
-                communicator, lambda: self.name, built=self.built, options=self.options
+                communicator,
+                lambda: self.name,
+                built=self.built,
+                options=self.options,
+                detail=self.detail,
             )
         return self._elsewhere[communicator]
 
@@ -307,10 +313,11 @@ class LayerPhase(Forwarding):
         Collective where that is not known.
         """
         layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
+        width = f"{channels} channels"
+        self.kind += layer.detail(channels)
         call = self._call(self._calls[0] + 1)
         with on_device_of(like):
             name, number, self._known = handshake(layer, self._group, channels, call)
-        width = f"{channels} channels"
         self._facts = self.gradients, width, f"{width}, layer {number} by the first call"
         self._place = f"{name} {self.name}: {self._facts[-1]} {self.kind}"
         facts = f"{self._place} {self.gradients} {self.options}"

@@ -24,7 +24,7 @@ from multibn.kernels import Running
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, dtensors
 
-#: This process alone, known to compiled code; the group of ghost norms that were given none.
+#: This process alone, known to compiled code.
 LOCAL = SingleProcess()
 compiled.register(LOCAL)
 
@@ -71,8 +71,10 @@ class LayerOptions(NormOptions):
 class SyncNormBase(nn.Module):
     """Base class of the layers that share statistics: the ranks, and the options."""
 
-    Options: ClassVar[type[LayerOptions]] = LayerOptions
+    Options: ClassVar[type[NormOptions]] = LayerOptions
 
+    weighting: Weighting = "element"
+    running_var_convention: RunningVar = "unbiased_global"
     built: LayerId  # which of the process's layers this one is
     layer_communicator: (
         LayerCommunicator  # the layer's communicator, with the layer's name in its model
@@ -80,24 +82,16 @@ class SyncNormBase(nn.Module):
     pool: StepAccumulator | None = None  # of the step of `step_statistics` that is under way
     nonfinite: Nonfinite = None
 
-    def configure(
-        self,
-        process_group: CommunicatorLike,
-        weighting: Weighting = "element",
-        running_var: RunningVar = "unbiased_global",
-        nonfinite: Nonfinite = None,
-    ) -> None:
-        """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
+    def configure(self, process_group: CommunicatorLike, **options: Any) -> None:
+        """Set the ranks and options of `Options`, see `SyncBatchNorm`. Not collective."""
         self.built = LayerId()
-        self.pool = None  # an attribute that came and went would make compiled code recompile
         self.process_group = process_group
-        self.nonfinite = nonfinite
-        self.weighting: Weighting = weighting
-        self.running_var_convention: RunningVar = running_var
+        for name, value in options.items():
+            setattr(self, self.Options.attributes.get(name, name), value)
         self.norm_options.check()
 
     @property
-    def norm_options(self) -> LayerOptions:
+    def norm_options(self) -> Any:
         """The options at this moment, which must be equal on all ranks when a layer first runs."""
         return self.Options.of(self, getattr(self, "split_bn", self))
 
@@ -115,12 +109,17 @@ class SyncNormBase(nn.Module):
             lambda: _name(layer()),
             built=self.built,
             options=lambda: _options(layer()),
+            detail=lambda channels: _detail(layer(), channels),
         )
         compiled.register(self.layer_communicator)
 
+    def detail(self, channels: int) -> str:
+        """Describe a message of so many channels further; ranks compare the descriptions."""
+        return ""
+
     def alone(self, x: Any) -> Communicator:
         """This process alone, for a batch that no other rank shares: in the layer's name."""
-        if compiled.is_compiling_or_fake(x) or dtensors.among((x, *self.parameters(recurse=False))):
+        if compiled.takes(x) or dtensors.among((x, *self.parameters(recurse=False))):
             return LOCAL
         return self.layer_communicator.over(LOCAL)
 
@@ -132,17 +131,19 @@ class SyncNormBase(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
-        group = None if self.process_group is LOCAL else self.process_group
-        return {**(own or self.__dict__), "layer_communicator": group}
+        return {**(own or self.__dict__), "layer_communicator": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        group = self.__dict__.pop("layer_communicator")  # a copy has its own name
-        self.process_group = LOCAL if group is None else group
+        self.process_group = self.__dict__.pop("layer_communicator")  # a copy has its own name
 
 
 def _options(layer: SyncNormBase | None) -> dict[str, object]:
     return {} if layer is None else vars(layer.norm_options)
+
+
+def _detail(layer: SyncNormBase | None, channels: int) -> str:
+    return "" if layer is None else layer.detail(channels)
 
 
 def _name(layer: nn.Module | None) -> str:
@@ -160,6 +161,4 @@ def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> boo
 
     Compiled code, which cannot tell whether it runs in a recomputation, gets True.
     """
-    return isinstance(running, Running) and (
-        compiled.is_compiling_or_fake(x) or not recompute.in_recomputing()
-    )
+    return isinstance(running, Running) and (compiled.takes(x) or not recompute.in_recomputing())
