@@ -102,30 +102,26 @@ class Plan:
         the ranks hold one value per channel together.
         """
         if not recompute.state.stack:
-            return (
-                self.run_forward(args)
-                if self._prepared is None
-                else self._run_forward_prepared(args)
-            )
+            return self.share(args) if self._prepared is None else self._share_prepared(args)
         batch = recompute.replayed(self.channels)
         if batch is not None:
             return self._verbs.normalize(args, batch), batch
-        y, found = self.run_forward(args)
+        y, found = self.share(args)
         batch = unpack(found)
         recompute.record(batch, args, self)
         return y, batch
 
-    def _run_forward_prepared(self, args: NormArgs) -> tuple[Any, Any]:
-        """Do as `run_forward`, by launches that were prepared in an earlier step."""
+    def _share_prepared(self, args: NormArgs) -> tuple[Any, Any]:
+        """Do as `share`, by launches that were prepared in an earlier step."""
         found = None
         if self._forward is not None:
             found = self._prepared.forward(args, self._forward)
         if found is None:
             with self._prepared.preparing_forward(args):
-                found = self.run_forward(args)
+                found = self.share(args)
         return found
 
-    def run_forward(self, args: NormArgs, /) -> tuple[Any, BatchStatistics | PackedStatistics]:
+    def share(self, args: NormArgs, /) -> tuple[Any, BatchStatistics | PackedStatistics]:
         """Do as `forward`, without a look at the tapes of `recompute`."""
         messages = self._forward
         if messages is None:
@@ -160,7 +156,7 @@ class Plan:
             about, centre = reference.about(args, batch.mean)
             options: Any = {"weighting": self.weighting, "verbs": self._verbs}
             again = Plan(about, self.communicator, phase="about the mean", **options)
-            _, near = again.run_forward(about)
+            _, near = again.share(about)
             batch = unpack(near)
             batch = batch._replace(mean=centre + batch.mean)
             if args.running is not None:
@@ -240,7 +236,7 @@ class _Messages:
         if copied:
             self.allreduce = partial(communicator.allreduce, copied=True)
         self.mark = communicator.mark
-        place = _memory_kind(x)
+        place = _place(x)
         if place == "host" and self.size > 1:
             self.memory = communicator.buffer()
         elif place == "host":
@@ -249,7 +245,7 @@ class _Messages:
             self.is_fixed, self.new = False, communicator.message
 
 
-def _memory_kind(x: Array) -> str:
+def _place(x: Array) -> str:
     """The place of an array, of those for which a communicator may have memory."""
     if type(x) is np.ndarray or getattr(x, "is_cpu", False):
         return "host"

@@ -11,11 +11,16 @@ from multibn.torch_backend import SyncBatchNorm as SyncBatchNorm
 from multibn.torch_backend import SyncBatchNorm1d as SyncBatchNorm1d
 from multibn.torch_backend import SyncBatchNorm2d as SyncBatchNorm2d
 from multibn.torch_backend import SyncBatchNorm3d as SyncBatchNorm3d
+from multibn.torch_backend import SyncGroupNorm as SyncGroupNorm
+from multibn.torch_backend import SyncInstanceNorm1d as SyncInstanceNorm1d
+from multibn.torch_backend import SyncInstanceNorm2d as SyncInstanceNorm2d
+from multibn.torch_backend import SyncInstanceNorm3d as SyncInstanceNorm3d
 from multibn.torch_backend import average_gradients as average_gradients
 from multibn.torch_backend import check_sync as check_sync
 from multibn.torch_backend import checkpoint_contexts as checkpoint_contexts
 from multibn.torch_backend import convert_sub_batchnorm as convert_sub_batchnorm
 from multibn.torch_backend import convert_sync_batchnorm as convert_sync_batchnorm
+from multibn.torch_backend import convert_sync_groupnorm as convert_sync_groupnorm
 from multibn.torch_backend import get_norm as get_norm
 from multibn.torch_backend import join as join
 from multibn.torch_backend import revert_sync_batchnorm as revert_sync_batchnorm

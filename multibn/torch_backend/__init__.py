@@ -5,6 +5,9 @@ from multibn.torch_backend.convert.convert import BatchNorm as BatchNorm
 from multibn.torch_backend.convert.convert import convert_sub_batchnorm as convert_sub_batchnorm
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm as convert_sync_batchnorm
 from multibn.torch_backend.convert.convert import revert_sync_batchnorm as revert_sync_batchnorm
+from multibn.torch_backend.convert.group_norm import (
+    convert_sync_groupnorm as convert_sync_groupnorm,
+)
 from multibn.torch_backend.convert.slowfast import get_norm as get_norm
 from multibn.torch_backend.layer.functional import sync_batch_norm as sync_batch_norm
 from multibn.torch_backend.layer.modules import SyncBatchNorm as SyncBatchNorm
@@ -18,6 +21,10 @@ from multibn.torch_backend.layer.step_statistics import step_statistics as step_
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
+from multibn.torch_backend.norms.group_norm import SyncGroupNorm as SyncGroupNorm
+from multibn.torch_backend.norms.instance_norm import SyncInstanceNorm1d as SyncInstanceNorm1d
+from multibn.torch_backend.norms.instance_norm import SyncInstanceNorm2d as SyncInstanceNorm2d
+from multibn.torch_backend.norms.instance_norm import SyncInstanceNorm3d as SyncInstanceNorm3d
 from multibn.torch_backend.precise_bn import update_bn_stats as update_bn_stats
 from multibn.torch_backend.train.checkpointing import checkpoint_contexts as checkpoint_contexts
 from multibn.torch_backend.train.join import join as join

@@ -34,7 +34,7 @@ engine.running engine.recompute
 engine checkpoint.pool
 multibn torch_backend._torch_private
 torch_backend.layer chainer_backend
-torch_backend.train
+torch_backend.train torch_backend.norms
 torch_backend.convert torch_backend.precise_bn torch_backend.reversible
 torch_backend.reversible.mvit torch_backend.integrations
 torch_backend

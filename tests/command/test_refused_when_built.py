@@ -85,14 +85,18 @@ _RULES = {
     "model module link target parameters blocks config unnamed group comm_type": ANYTHING,
     "x weight bias mask lengths arrays state states data_loader iterator": ANYTHING,
     "device dtype stream_dtype initial_gamma initial_beta": ANYTHING,
-    "forward_fn empty converter eval_func ignore names prefix src dst": ANYTHING,
+    "args torch_options forward_fn empty converter eval_func ignore names prefix src dst": ANYTHING,
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 EXEMPT = {
     "communicators.transports.mpi.MPI(comm=)",  # looking at it initialises MPI
 }
 # What takes the arguments that a callable hands on by `**` and this name.
-HANDED_ON = {"bn_args": "SyncBatchNorm", "options": "convert_sync_batchnorm"}
+HANDED_ON = {
+    "bn_args": "SyncBatchNorm",
+    "torch_options": "SyncGroupNorm",
+    "options": "convert_sync_batchnorm",
+}
 
 Call: TypeAlias = Callable[..., Any]  # with valid arguments, to which one that is wrong is added
 
@@ -120,6 +124,10 @@ def _torch() -> dict[Call, Call]:
     return {
         **{cls: partial(cls, num_features=3) for cls in layers},
         **{cls: partial(cls, num_splits=2, num_features=3) for cls in sub},
+        tb.SyncGroupNorm: partial(tb.SyncGroupNorm, 1, 3),
+        tb.convert_sync_groupnorm: lambda **options: tb.convert_sync_groupnorm(
+            nn.Sequential(nn.GroupNorm(1, 3)), **options
+        ),
         **{function: partial(function, _model()) for function in of_models},
         tb.convert_sync_batchnorm: lambda **options: tb.convert_sync_batchnorm(_model(), **options),
         tb.convert_sub_batchnorm: convert_sub,
@@ -286,6 +294,7 @@ def test_what_is_no_module_is_named_by_functions_of_models() -> None:
     for function in (
         torch_backend.check_sync,
         torch_backend.convert_sync_batchnorm,
+        torch_backend.convert_sync_groupnorm,
         torch_backend.join,
         torch_backend.revert_sync_batchnorm,
         torch_backend.sync_running_stats,

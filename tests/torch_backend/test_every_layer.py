@@ -30,6 +30,8 @@ from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
     SyncBatchNorm,
+    SyncGroupNorm,
+    SyncInstanceNorm1d,
     checkpoint_contexts,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
@@ -59,6 +61,18 @@ class Masked(nn.Module):
         return self.norm(x, mask=x.detach()[:, 0] < 1)
 
 
+class OfSamples(nn.Module):
+    """A norm of samples, of which there is one for each place along L; ranks have parts along N."""
+
+    def __init__(self, norm: Any, process_group: Any, **options: Any) -> None:
+        super().__init__()
+        self.norm = norm
+        norm.configure(process_group)  # the options are batch norm's
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(x.permute(2, 1, 0)).permute(2, 1, 0)
+
+
 def _convert(layer: nn.Module, process_group: Any, **options: Any) -> Any:
     return convert_sync_batchnorm(layer, process_group, **options)
 
@@ -81,7 +95,10 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "derived and split": lambda **options: _split(Activated(C), **options),
     "masked": lambda **options: Masked(SyncBatchNorm(C, **options)),
     "masked and split": lambda **options: Masked(_split(nn.BatchNorm1d(C), **options)),
+    "group": lambda **options: OfSamples(SyncGroupNorm(1, C), **options),
+    "instance": lambda **options: OfSamples(SyncInstanceNorm1d(C, affine=True), **options),
 }
+OF_SAMPLES = {"group": 1, "instance": C}  # the groups of those that share in evaluation, too
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_sharing_layer = pytest.mark.parametrize("name", [n for n in LAYERS if "split" not in n])
 
@@ -89,7 +106,8 @@ every_sharing_layer = pytest.mark.parametrize("name", [n for n in LAYERS if "spl
 def test_each_public_layer_has_a_row() -> None:
     kinds = [v for v in vars(torch_backend).values() if isinstance(v, type)]
     public = {re.sub(r"\dd$", "", v.__name__) for v in kinds if issubclass(v, SyncNormBase)}
-    rows = {re.sub(r"\dd$", "", type(LAYERS[n](process_group=LOCAL)).__name__) for n in LAYERS}
+    parts = [m for n in LAYERS for m in LAYERS[n](process_group=LOCAL).modules()]
+    rows = {re.sub(r"\dd$", "", type(m).__name__) for m in parts}
     assert public <= rows, f"LAYERS of test_every_layer.py must have a row of {public - rows}"
 
 
@@ -149,14 +167,16 @@ def _saved(layer: Any) -> Any:
 
 @every_layer
 def test_a_copy_is_the_same_layer_with_a_state_of_its_own(name: str) -> None:
-    layer = make(name, weighting="rank", running_var="biased")
+    options = {"weighting": "rank", "running_var": "biased"}
+    layer = make(name, **options)
     layer(batch())
     state = copy.deepcopy(layer.state_dict())
     others = {way: duplicate(layer) for way, duplicate in COPIES.items()}
     for way, other in others.items():
         for mine, its in zip(norms(layer), norms(other), strict=True):
             assert type(its) is type(mine), way
-            assert (its.weighting, its.running_var_convention) == ("rank", "biased"), way
+            assert its.norm_options == mine.norm_options, way
+            assert name in OF_SAMPLES or vars(its.norm_options).items() >= options.items(), way
             assert type(its.process_group) is type(mine.process_group), way
             if way == "deepcopy" and name != "naive":
                 assert its.process_group is mine.process_group
@@ -212,7 +232,8 @@ def test_a_recomputed_layer_is_counted_once(name: str) -> None:
 
         results[way] = train(run, layer, batch()), counting.take()
     (expected, messages), *others = results.values()
-    assert len(messages) == (8 if "split" in name else 4)  # two steps, of two parts
+    # Two steps, of two parts, and perhaps an evaluation.
+    assert len(messages) == (8 if "split" in name else 4) + (name in OF_SAMPLES)
     for found, others_messages in others:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         assert others_messages == messages
@@ -304,8 +325,9 @@ def test_a_step_is_one_message_each_way_and_evaluation_none(name: str) -> None:
             sent.append(counting.take())
         return sent
 
-    size = 2 * (2 if name == "sub" else 1) * C + 4
-    assert run_ranks(2, run) == [[[size], [size], [], []]] * 2
+    size = 2 * (L * OF_SAMPLES[name] if name in OF_SAMPLES else 2 * C if name == "sub" else C) + 4
+    evaluation = [[size], [size]] if name in OF_SAMPLES else [[], []]
+    assert run_ranks(2, run) == [[[size], [size], *evaluation]] * 2
 
 
 @every_layer
@@ -444,7 +466,7 @@ def test_16_bits_have_the_numbers_of_wide_arithmetic(name: str, dtype: torch.dty
 
 WRONG_INPUTS: list[tuple[Any, Any, str]] = [
     (torch.ones(4, C + 1, L), ValueError, r"must have 3 channels in dimension 1.*got 4"),
-    (torch.ones(4, 0, L), ValueError, r"must have channels: got 0 in shape \(4, 0, 5\)"),
+    (torch.ones(4, 0, L), ValueError, r"must have channels: got 0 in shape \(., 0, .\)"),
     (torch.ones(4, C, L).long(), TypeError, "real floating-point dtype: got torch.int64"),
     (torch.ones(4, C, L).to(torch.complex64), TypeError, "dtype: got torch.complex64"),
     (torch.ones(4, C, L).to_sparse(), TypeError, r"dense tensor: got layout torch.sparse"),
@@ -463,12 +485,12 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
         for training in (True, False) if "derived" not in name else (True,):
             layer.train(training)
             for k, (wrong, kind, message) in enumerate(WRONG_INPUTS):
-                if isinstance(wrong, np.ndarray) and name == "derived":
+                if isinstance(wrong, np.ndarray) and (name == "derived" or name in OF_SAMPLES):
                     continue  # its class asks arrays for what only tensors have
                 if communicator.rank == k % 2:
                     with pytest.raises(kind, match=message):
                         layer(wrong)
-                elif training:
+                elif training or name in OF_SAMPLES:
                     with pytest.raises(RuntimeError, match=rf"refused on rank\(s\) \[{k % 2}\]"):
                         layer(good)
                 assert layer(good).isfinite().all(), message
@@ -506,7 +528,7 @@ def test_a_tensor_that_wraps_another_on_one_rank_is_an_error_on_all(name: str) -
 
     def run(communicator: Any) -> None:
         layer = make(name, process_group=communicator, dtype=torch.float32)
-        for wrong in wrappers if name != "masked" else wrappers[:1]:
+        for wrong in wrappers[: 1 if name == "masked" or name in OF_SAMPLES else 2]:
             if communicator.rank == 1:
                 message = f"must be a plain tensor: got a {type(wrong).__name__}, .* tensor that it"
                 with pytest.raises(TypeError, match=message):
@@ -580,7 +602,8 @@ def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
         layer(x.requires_grad_())
     large = [t for t in saved if t.numel() >= 32 * L and t.dtype != torch.bool]
     pointers = {t.untyped_storage().data_ptr() for t in large}
-    own = int(name.startswith("derived"))  # of their operations
+    # Of their operations, and of weight and bias, which are not of the shape of the statistics.
+    own = int(name.startswith("derived") or name in OF_SAMPLES)
     assert len(pointers - {x.untyped_storage().data_ptr()}) == own
     masks = {t.untyped_storage().data_ptr() for t in saved if t.dtype == torch.bool}
     assert len(masks) == int(name.startswith("masked"))

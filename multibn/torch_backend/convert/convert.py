@@ -20,11 +20,12 @@ from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
-from multibn.torch_backend.layer import compiled, data_parallel, functional, validation
-from multibn.torch_backend.layer.autograd import running_stats_of
+from multibn.torch_backend.layer import compiled, data_parallel, functional
+from multibn.torch_backend.layer.autograd import running_of
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, without_none
 from multibn.torch_backend.layer.sub_batch_norm import Part
+from multibn.torch_backend.norms.group_norm import SyncGroupsBase
 
 _Model = TypeVar("_Model", bound=nn.Module)
 # Names that a class may define and still behave like the layer that it derives from.
@@ -60,14 +61,14 @@ class BatchNorm(_BatchNorm):
         mask = compiled.mask_of(input, mask, lengths, self.num_features, LOCAL)
         mean, var = self.running_mean, self.running_var
         if self.training or mean is None:
-            axis = validation.non_channel_axes(input)
-            running = running_stats_of(self, "unbiased_global") if self.training else None
+            axis = functional.all_but_channels(input)
+            running = running_of(self, "unbiased_global") if self.training else None
             args = NormArgs(
                 input, self.weight, self.bias, self.eps, axis, mask=mask, running=running
             )
             return compiled.forward(args, self.num_features, LOCAL, weighting="element")[0]
         x, parameters = reference.masked(input, mask), (self.weight, self.bias)
-        y = functional.normalize_with_running_stats(x, *parameters, mean, var, eps=self.eps)
+        y = functional.normalize_by_running(x, *parameters, mean, var, eps=self.eps)
         return reference.masked(y, mask)
 
     def _check_input_dim(self, input: Any) -> None:
@@ -75,9 +76,6 @@ class BatchNorm(_BatchNorm):
             raise ValueError(
                 f"the input must have 2 or more dimensions: got shape {tuple(input.shape)}."
             )
-
-
-class_swap.CLASSES[BatchNorm] = SyncBatchNorm  # whose masks, residuals and dtypes it takes
 
 
 def convert_sync_batchnorm(
@@ -254,10 +252,10 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
 def revert_sync_batchnorm(module: _Model) -> _Model:
     """Give every `SyncBatchNorm` and split layer the class that it was converted from.
 
-    For export or single-process use. Changes the layers in place and returns `module`. A layer that
-    was built as a `SyncBatchNorm` becomes a `BatchNorm`, a `NaiveSyncBatchNorm2d` an
-    nn.BatchNorm2d. An nn.SyncBatchNorm gets its process group back, if this process knows the
-    group. Not collective.
+    Group and instance norms, too. For export or single-process use. Changes the layers in place and
+    returns `module`. A layer that was built as a `SyncBatchNorm` becomes a `BatchNorm`, a
+    `NaiveSyncBatchNorm2d` an nn.BatchNorm2d. An nn.SyncBatchNorm gets its process group back, if
+    this process knows the group. Not collective.
 
     Warns
     -----
@@ -279,7 +277,7 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
     for path, part in module.named_modules():
         if not isinstance(part, SyncNormBase):
             continue
-        if not isinstance(part, SyncBatchNorm):
+        if not isinstance(part, SyncBatchNorm | SyncGroupsBase):
             obstacles[path] = f"{_name(part)}: its splits have statistics of their own"
         elif why := _cannot_revert(part):
             obstacles[path] = f"{_name(part)}: {why}"
@@ -321,7 +319,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
     return None
 
 
-def _cannot_revert(layer: SyncBatchNorm) -> str | None:
+def _cannot_revert(layer: SyncNormBase) -> str | None:
     """The reason why `layer` must keep its class, or None."""
     names = overridden(type(layer), lambda c: c.__module__.startswith("multibn."), *_HARMLESS)
     if hasattr(layer, "parametrizations"):

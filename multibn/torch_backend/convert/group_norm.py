@@ -1,0 +1,87 @@
+"""Exchange the group and instance norms of a model for synchronized ones."""
+
+import warnings
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from multibn._typing import Nonfinite, check_bool, list_obstacles
+from multibn.communicators import CommunicatorLike
+from multibn.torch_backend.layer.base import check_module
+from multibn.torch_backend.norms import instance_norm
+from multibn.torch_backend.norms.group_norm import SyncGroupNorm, SyncGroupsBase
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_SYNCHRONIZED: dict[type[nn.Module], type[SyncGroupsBase]] = {nn.GroupNorm: SyncGroupNorm} | {
+    getattr(nn, f"InstanceNorm{n}d"): getattr(instance_norm, f"SyncInstanceNorm{n}d")
+    for n in (1, 2, 3)
+}
+
+
+def convert_sync_groupnorm(
+    module: _Model,
+    process_group: CommunicatorLike = None,
+    *,
+    nonfinite: Nonfinite = None,
+    strict: bool = False,
+) -> _Model:
+    """Synchronize every group norm and instance norm of a model, for samples that ranks split.
+
+    Changes the layers in place and returns `module`: an nn.GroupNorm becomes a `SyncGroupNorm`, an
+    nn.InstanceNorm2d a `SyncInstanceNorm2d`. `revert_sync_batchnorm` is the way back. Not
+    collective.
+
+    Parameters
+    ----------
+    module
+        The model, changed in place.
+    process_group, nonfinite
+        The ranks that have parts of the same samples, and the other option of `SyncGroupNorm`.
+    strict
+        Whether a layer of a derived class is an error, and a model without a layer to convert.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `SyncGroupNorm`; TypeError if `module` is no module, and as `strict` says.
+
+    Warns
+    -----
+    UserWarning
+        For layers of derived classes, which stay as they are, and a model without a layer.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch import convert_sync_groupnorm
+    >>> model = convert_sync_groupnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)))
+    >>> type(model[1]).__name__, isinstance(model[1], nn.GroupNorm)
+    ('SyncGroupNorm', True)
+    """
+    check_module("module", module)
+    check_bool(strict=strict)
+    SyncGroupNorm(1, 1, process_group=process_group, nonfinite=nonfinite)
+    kinds = nn.GroupNorm, _InstanceNorm
+    parts = [(p, m) for p, m in module.named_modules() if isinstance(m, kinds)]
+    others = [(p, m) for p, m in parts if not isinstance(m, SyncGroupsBase)]
+    layers: list[Any] = [m for _, m in others if type(m) in _SYNCHRONIZED]
+    obstacles = {
+        path: f"{type(m).__qualname__}, a class of its own" for path, m in others if m not in layers
+    }
+    message = ""
+    if obstacles:
+        message = list_obstacles(obstacles, "layer(s) stay as they are, they normalize their parts")
+    elif not parts:
+        message = (
+            "`module` must have a group or instance norm of torch: got none in "
+            f"{type(module).__qualname__}. convert_sync_batchnorm is for batch norms."
+        )
+    if message and strict:
+        raise TypeError(message)
+    if message:
+        warnings.warn(message, stacklevel=2)
+    for layer in layers:
+        layer.__class__ = _SYNCHRONIZED[type(layer)]
+        layer.configure(process_group, nonfinite=nonfinite)
+    return module

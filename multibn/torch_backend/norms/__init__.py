@@ -1,0 +1,1 @@
+"""Layers beside batch norm that share statistics over ranks."""

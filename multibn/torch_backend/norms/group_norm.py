@@ -1,0 +1,112 @@
+"""Group normalization of samples whose spatial axes are split over ranks."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from multibn._typing import Nonfinite
+from multibn.communicators import CommunicatorLike
+from multibn.engine.plan import NormArgs
+from multibn.engine.statistics import BatchStatistics
+from multibn.options import NormOptions
+from multibn.torch_backend.layer import compiled, functional
+from multibn.torch_backend.layer.base import SyncNormBase
+from multibn.torch_backend.layer.modules import call_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions(NormOptions):
+    """The options of a group norm; an instance norm has the last two, too."""
+
+    affine: bool = True
+    momentum: float | None = None
+    track_running_stats: bool = False
+
+
+def scale_and_shift(x: Tensor, scale: Any, shift: Any, dtype: torch.dtype) -> Tensor:
+    """Return `x * scale + shift` for numbers per channel, or None, rounded once, to `dtype`."""
+    for number, apply in ((scale, torch.mul), (shift, torch.add)):
+        x = x if number is None else apply(x, number.view(-1, *[1] * (x.ndim - 2)))
+    return x.to(dtype)
+
+
+class SyncGroupsBase(SyncNormBase):
+    """Base class of group and instance norms: samples have their own statistics, in parts."""
+
+    Options = GroupOptions
+
+    eps: float
+    num_groups: Any
+    weight: Any
+    bias: Any
+    converted_from: ClassVar[type[nn.Module]]
+
+    def __init__(
+        self,
+        *args: Any,
+        process_group: CommunicatorLike = None,
+        nonfinite: Nonfinite = None,
+        **torch_options: Any,
+    ) -> None:
+        super().__init__(*args, **torch_options)
+        self.configure(process_group, nonfinite=nonfinite)
+
+    def detail(self, channels: int) -> str:
+        return f", N={channels // self.num_groups}, num_groups={self.num_groups}"
+
+    def normalize(self, x: Any, num_channels: int) -> tuple[Tensor, BatchStatistics]:
+        """Normalize each group of each sample over all ranks. Collective.
+
+        Returns the output, and the statistics, of shape `(N, num_groups)`.
+        """
+        group, num_groups = self.layer_communicator, self.num_groups
+        try:
+            functional.check_input(x, num_channels)
+        except (TypeError, ValueError) as error:
+            is_array = isinstance(x, Tensor) and not x.is_nested and x.ndim > 1
+            functional.refuse(error, x, len(x) * num_groups if is_array else None, group)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        grouped = x.to(wide).unflatten(1, (num_groups, num_channels // num_groups))
+        args = NormArgs(grouped, None, None, self.eps, tuple(range(2, grouped.ndim)))
+        y, batch = compiled.forward(args, num_groups, group, weighting="element")
+        return scale_and_shift(y.flatten(1, 2), self.weight, self.bias, x.dtype), batch
+
+
+class SyncGroupNorm(SyncGroupsBase, nn.GroupNorm):
+    """Group normalization of samples of which each rank has a part along spatial axes.
+
+    Ranks that split images, volumes or videos along height, depth or time get the output and the
+    gradients of nn.GroupNorm (Wu & He, 2018, arXiv:1803.08494) on the whole samples, for any split,
+    empty parts included. Arguments, numbers and state dicts are those of nn.GroupNorm;
+    `process_group` and `nonfinite` are as in `SyncBatchNorm`. The variance is biased.
+
+    Collective, in evaluation, too: every rank of `process_group` must call the layer, with the same
+    N samples. One allreduce each way, of 2NG+4 and 2NG+2 float64 numbers for G groups, and one more
+    for each new N. Gradients of weight and bias are sums over this rank's part: add them over the
+    ranks of a sample. See docs/guides/split-samples.md.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the input has no shape `(N, num_channels, *spatial)` or is not floating-point.
+    RuntimeError
+        On all ranks, if one has another N, or refused its input.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch import SyncGroupNorm
+    >>> layer = SyncGroupNorm(2, 4)  # 4 channels in 2 groups
+    >>> layer(torch.randn(1, 4, 8, 8)).shape
+    torch.Size([1, 4, 8, 8])
+    """
+
+    converted_from = nn.GroupNorm
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            y: Tensor = call_node(self, input)
+            return y
+        return self.normalize(input, self.num_channels)[0]
