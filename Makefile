@@ -27,7 +27,7 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.t
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'  # knows --group
 	@$(BIN)/python -m pip install --quiet --no-compile --group dev \
-		--editable '.[torch,chainer,mpi,cli,lightning,mmengine,video]'
+		--editable '.[torch,chainer,flax,mpi,cli,lightning,mmengine,video]'
 	touch $@
 
 # An environment of its own, which sees the packages of the other one. PyPI's torchvision is built
@@ -58,7 +58,7 @@ demo: $(VENV)/installed  ## train the same network in both frameworks, synchroni
 
 test: $(VENV)/installed $(VENV)/originals  #: all tests, of which none that needs an installed package may be skipped
 	@echo "About ten minutes on two cores."
-	$(BIN)/python -m pytest --require torch,chainer,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,cli,dev
+	$(BIN)/python -m pytest --require torch,chainer,flax,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,cli,dev
 
 video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py

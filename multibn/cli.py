@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     option("dst", type=Path, metavar="DST", help="file to write")
     option("--names", type=Path, metavar="FILE.json", help="JSON object: new names by old ones")
     option("--prefix", default="", metavar="P", help="convert only the keys below P")
+    for name, file in (("--from", "SRC"), ("--to", "DST")):
+        option(name, choices=("torch", "flax"), help=f"framework of {file}, if .safetensors")
+    option("--transposed", nargs="+", default=(), metavar="LAYER", help="flax's ConvTranspose")
+    elements = "elements per channel of a batch: make the running variances DST's convention"
+    option("--count", type=float, metavar="N", help=elements)
     option = add("pool", _pool).add_argument
     option("src", nargs="+", type=Path, metavar="SRC", help="files to read")
     counts = "for each SRC, how many samples its statistics stand for"
@@ -94,20 +99,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Rewrite a checkpoint of Chainer as one of torch, or the other way.
+    """Rewrite a checkpoint of torch, Chainer or flax for another one of them.
 
     The suffix says what a file is: .npz is Chainer's, .pt, .pth and .safetensors
-    are torch's. DST is replaced only when the new file is complete. Notes name
+    are torch's, .msgpack is flax's. DST is replaced only when the new file is complete. Notes name
     what is lost. Exit status: 0, or 2 if a file or an option is refused; DST is
     unchanged then. 1 if DST was written, but the notes could not be printed.
 
     multibn convert model.npz model.pt
     multibn convert --prefix updater/model:main snapshot.npz model.pt
     multibn convert --names names.json model.pt model.npz
+    multibn convert model.msgpack model.pt --transposed decoder.up
     """
     names = _names(args.names) if args.names else None
     verb = "replaced" if args.dst.exists() else "wrote"
-    converted = checkpoint.convert(args.src, args.dst, names=names, prefix=args.prefix)
+    kinds = {"source": vars(args)["from"], "target": args.to}
+    kernels = {"transposed": args.transposed, "count": args.count}
+    converted = checkpoint.convert(
+        args.src, args.dst, names=names, prefix=args.prefix, **kinds, **kernels
+    )
     args.done = f"{verb} {args.dst}: {len(converted.state)} arrays"
     width = shutil.get_terminal_size().columns
     whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # as paths must be

@@ -13,9 +13,17 @@ from typing import Any
 
 from multibn._platform import importable
 from multibn._typing import Array
+from multibn.checkpoint import flax_variables
+from multibn.checkpoint.flax_variables import BATCH_STATS, PARAMS
 
 # The framework that reads a file, by its suffix.
-FRAMEWORKS = {".npz": "chainer", ".pt": "torch", ".pth": "torch", ".safetensors": "torch"}
+FRAMEWORKS = {
+    ".npz": "chainer",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".safetensors": "torch",  # or flax, on request
+    ".msgpack": "flax",
+}
 
 # Names that mean something else to the library that writes a file.
 _RESERVED = {".npz": {"file", "allow_pickle"}, ".safetensors": {"__metadata__"}}
@@ -42,9 +50,17 @@ class CheckpointError(ValueError):
     """
 
 
-def framework(path: Path) -> str:
-    """`"chainer"` or `"torch"`, by the suffix."""
+def framework(path: Path, asked: str | None = None) -> str:
+    """Return `"chainer"`, `"torch"` or `"flax"` by the suffix; .safetensors serve the last two."""
     suffix = path.suffix.lower()
+    if asked is not None:
+        kinds = {"torch", "flax"} if suffix == ".safetensors" else {FRAMEWORKS.get(suffix)}
+        if asked not in kinds:
+            raise CheckpointError(
+                f"{path}: the framework of a {suffix or 'file without a suffix'} must be one of "
+                f"{', '.join(sorted(map(str, kinds)))}: got {asked!r}."
+            )
+        return asked
     if suffix not in FRAMEWORKS:
         advice = "Rename the file: the suffix says the format, .npz of Chainer's snapshots."
         raise CheckpointError(
@@ -54,9 +70,10 @@ def framework(path: Path) -> str:
     return FRAMEWORKS[suffix]
 
 
-def read(path: Path, prefix: str) -> dict[str, Any]:
+def read(path: Path, prefix: str, asked: str | None = None) -> dict[str, Any]:
     """The arrays (npz) or tensors of a file whose keys start with `prefix`, without `prefix`."""
-    reader = _read_npz if framework(path) == "chainer" else _read_torch
+    readers = {"chainer": _read_npz, "torch": _read_torch, "flax": _read_flax}
+    reader = readers[framework(path, asked)]
     if not os.path.isfile(path):
         raise CheckpointError(f"{path}: no such file. Check the path.")
     try:
@@ -78,8 +95,10 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
         ) from error
 
 
-def write(path: Path, state: Mapping[str, Any]) -> None:
+def write(path: Path, state: Mapping[str, Any], asked: str | None = None) -> None:
     """Replace `path`, or the target of the link `path`, by a new file when this is complete."""
+    if asked == "flax" and path.suffix.lower() == ".safetensors":
+        state = flax_variables.with_collections(state)
     if taken := sorted(_RESERVED.get(path.suffix.lower(), set()) & state.keys()):
         raise CheckpointError(
             f"{path}: no array of a {path.suffix} file can have the name {taken[0]!r}. Give it "
@@ -242,6 +261,29 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
     return tensors
 
 
+def _read_flax(path: Path, prefix: str) -> dict[str, Any]:
+    is_msgpack = path.suffix.lower() == ".msgpack"
+    tree = (
+        flax_variables.read(path)
+        if is_msgpack
+        else import_module("safetensors.numpy").load_file(path)
+    )
+    flat = dict(flax_variables.leaves(tree)) if isinstance(tree, Mapping) else {}
+    collections = {PARAMS, BATCH_STATS}
+    tops = {key.split(".")[0] for key in flat}
+    if not prefix and PARAMS in tops and (others := sorted(tops - collections)):
+        raise CheckpointError(
+            f"holds {', '.join(map(repr, others))} beside the model's variables: the state of an "
+            "optimizer or of random numbers is not converted. Save the variables alone, "
+            "{'params': ..., 'batch_stats': ...}."
+        )
+    state = _select(flat, prefix, ".")
+    return {
+        key.partition(".")[2] if key.split(".")[0] in collections else key: value
+        for key, value in state.items()
+    }
+
+
 def _unpickled(path: Path) -> tuple[Any, dict[int, int]]:
     """What torch.load finds, and the sizes of the file's storages by their addresses.
 
@@ -278,6 +320,8 @@ def _written(state: Mapping[str, Any], suffix: str) -> bytes:
     if suffix == ".npz":
         np.savez_compressed(buffer, **state)
         return buffer.getvalue()
+    if suffix == ".msgpack":
+        return flax_variables.written(state)
     if suffix == ".safetensors" and not importable("torch"):
         from safetensors.numpy import save as save_arrays
 

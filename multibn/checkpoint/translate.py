@@ -1,16 +1,16 @@
-"""Translates a model's state between Chainer's npz and torch's state_dict.
+"""Translates a model's state between Chainer's npz, torch's state_dict and flax's variables.
 
-Translates names; values never change. Notes say what a file does not contain. Nothing in a file is
-executed.
+Translates names, and the layouts of flax's kernels; values never change. Notes say what a file does
+not contain. Nothing in a file is executed.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from multibn._typing import Array
-from multibn.checkpoint import files
+from multibn._typing import Array, check_number
+from multibn.checkpoint import files, flax_variables
 from multibn.checkpoint.files import CheckpointError
 
 # New names of layers or arrays by the old ones; None leaves the arrays out.
@@ -58,7 +58,14 @@ TORCH = Words(
     ("weight", "bias"),
     ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
 )
-WORDS = {words.framework: words for words in (CHAINER, TORCH)}
+# flax counts no batches: the last word is torch's, and is not written.
+FLAX = Words(
+    "flax",
+    flax_variables.SEPARATOR,
+    ("kernel", "bias"),
+    ("scale", "bias", "mean", "var", "num_batches_tracked"),
+)
+WORDS = {words.framework: words for words in (CHAINER, TORCH, FLAX)}
 
 
 def convert(
@@ -67,11 +74,16 @@ def convert(
     *,
     names: Names | None = None,
     prefix: str = "",
+    source: Literal["torch", "flax"] | None = None,
+    target: Literal["torch", "flax"] | None = None,
+    transposed: Collection[str] = (),
+    count: float | None = None,
 ) -> Converted:
-    """Convert the model in one checkpoint file to another file, of this or the other framework.
+    """Convert the model in one checkpoint file to another file, of this or another framework.
 
     The suffix gives the format: .npz is Chainer's; .pt, .pth (torch.save) and .safetensors are
-    torch's. Between two files of one framework only the format changes, and names on request.
+    torch's; .msgpack (flax.serialization) is flax's, with the collections `params` and
+    `batch_stats`. Between two files of one framework only the format changes, and names on request.
 
     `dst` is replaced when the new file is complete on disk, and unchanged after any error. Only
     tensors are unpickled (`weights_only=True`, `allow_pickle=False`).
@@ -84,7 +96,15 @@ def convert(
         Convert only the keys below this one: `"updater/model:main"` of the snapshot of a Chainer
         trainer, `"model"` or `"state_dict"` of the dict that a training script saves with torch.
     names
-        As `chainer_to_torch`. The keys are without `prefix`.
+        As `chainer_to_torch`. The keys are without `prefix`, and flax's without their collection.
+    source, target
+        `"flax"` for a .safetensors file of flax's variables, whose names begin with the collection.
+    transposed
+        The layers, by their names in `src`, whose kernel is that of a flax ConvTranspose (with
+        `transpose_kernel=False`): no file tells them from Conv.
+    count
+        Elements per channel of a batch, n, if running variances shall change their convention:
+        flax's are biased, those of torch and Chainer unbiased by n/(n-1). By default they stay.
 
     Returns
     -------
@@ -110,14 +130,17 @@ def convert(
     ...     torch.nn.Linear(3, 2).load_state_dict(torch.load(f"{folder}/a.pt"))
     <All keys matched successfully>
     """
-    source, target = Path(src), Path(dst)
-    old, new = (WORDS[files.framework(path)] for path in (source, target))
-    state = files.read(source, prefix)
+    read, written = Path(src), Path(dst)
+    old = WORDS[files.framework(read, source)]
+    new = WORDS[files.framework(written, target)]
+    if count is not None:
+        check_number("count", count, "(1, inf)")
+    state = files.read(read, prefix, source)
     try:
-        converted = _translate(state, old, new, names)
+        converted = _translate(state, old, new, names, transposed, count)
     except CheckpointError as error:
-        raise CheckpointError(f"{source}: {error}") from error
-    files.write(target, converted.state)
+        raise CheckpointError(f"{read}: {error}") from error
+    files.write(written, converted.state, target)
     return converted
 
 
@@ -180,7 +203,12 @@ def torch_to_chainer(state: Mapping[str, Any], /, *, names: Names | None = None)
 
 
 def _translate(
-    state: Mapping[str, Any], source: Words, target: Words, names: Names | None
+    state: Mapping[str, Any],
+    source: Words,
+    target: Words,
+    names: Names | None,
+    transposed: Collection[str] = (),
+    count: float | None = None,
 ) -> Converted:
     import numpy as np
 
@@ -193,12 +221,20 @@ def _translate(
             f"every entry of `names` must match a key or a prefix: {some(idle)} match none. "
             "Correct or remove them."
         )
+    layers = {key.rpartition(old)[0] for key in state}
+    if idle := [layer for layer in transposed if layer not in layers]:
+        raise CheckpointError(
+            f"every entry of `transposed` must be a layer: {some(idle)} have no array. "
+            "Correct or remove them."
+        )
     norms: list[str] = []
     if source is not target:
         *_, mean, var, counter = source.norm
         norms = [key.removesuffix(mean) for key in state if key.rpartition(old)[2] == mean]
         state = {key: files.to_numpy(state, key) for key in state}
         state |= {n + counter: np.asarray(0, np.int64) for n in norms if n + counter not in names}
+        if target is FLAX:
+            state = {key: state[key] for key in state if key.rpartition(old)[2] != counter}
     origins: dict[str, str] = {}
     unknown, numbered = [], []
     for key in state:
@@ -213,7 +249,7 @@ def _translate(
             known = leaf
             if source is not target:
                 known = _counterparts(state, layer, source, target).get(leaf, "")
-                if not known or new in rest:
+                if not known or (new != old and new in rest):
                     unknown.append(key)
                     continue
                 if any(map(str.isdigit, rest.split(old))):
@@ -250,10 +286,57 @@ def _translate(
     if any(norm + mean in origins.values() for norm in norms):
         notes.append(
             "give the layers the eps and momentum of the source, which no file has. By default eps "
-            "is 2e-5 in Chainer and 1e-5 in torch; momentum is 1 - decay. The count by which "
-            f"{var} is unbiased stays the source's, and {target.norm[-1]} starts at 0."
+            "is 2e-5 in Chainer and 1e-5 in torch and flax; torch's momentum is 1 - decay, flax's "
+            f"is the decay, 0.99. The count by which {var} is unbiased stays the source's"
+            f"{'' if target is FLAX else f', and {target.norm[-1]} starts at 0'}."
         )
+    if source is not target and FLAX in (source, target):
+        notes += _flax_notes(state, source)
+        changed = {
+            name: _for_flax(state, key, name, source, target, key.rpartition(old)[0] in transposed)
+            for name, key in origins.items()
+        }
+        if count is not None:
+            factor = (count - 1) / count if target is FLAX else count / (count - 1)
+            for name, key in origins.items():
+                if key.rpartition(old)[2] == var:
+                    changed[name] = (changed[name] * factor).astype(changed[name].dtype)
+        return Converted(changed, tuple(notes))
     return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
+
+
+def _for_flax(
+    state: Mapping[str, Any], key: str, name: str, source: Words, target: Words, transposed: bool
+) -> Array:
+    """Return the array `key`, which becomes `name`, in the layout of `target`."""
+    value = state[key]
+    leaf = (name if target is FLAX else key).rpartition(FLAX.separator)[2]
+    if leaf != FLAX.plain[0] or value.ndim < 2:
+        return value
+    if source is FLAX:
+        return flax_variables.weight(value, transposed=transposed)
+    bias = state.get(key.removesuffix(source.plain[0]) + source.plain[1])
+    if bias is not None and value.ndim > 2 and bias.shape[0] != value.shape[0]:
+        transposed = True  # torch's weight is (in, out, *spatial) there
+    return flax_variables.kernel(value, transposed=transposed)
+
+
+def _flax_notes(state: Mapping[str, Any], source: Words) -> list[str]:
+    """Return what a user must know who moves a model to or from flax."""
+    notes = [
+        "flax's activations are (N, *spatial, C): transpose inputs, and permute the rows of a "
+        "Dense behind a flattened map, which no file shows.",
+        "flax's running variance is biased, those of torch and Chainer are unbiased: pass "
+        "`count` (--count), the elements per channel of a batch, to change the convention.",
+    ]
+    wide = [key for key in state if key.endswith(source.plain[0]) and state[key].ndim > 2]
+    if wide:
+        notes.append(
+            "kernels of more than two axes are taken for those of Conv: name layers that are "
+            "ConvTranspose by `transposed` (--transposed)."
+        )
+    has_norm = any(key.endswith(source.norm[2]) for key in state)
+    return notes if has_norm else [notes[0], *notes[2:]]
 
 
 def _counterparts(
@@ -262,13 +345,16 @@ def _counterparts(
     """The names that a layer's arrays have in `target`, by those in `source`, as far as known."""
     plain = dict(zip(source.plain, target.plain, strict=True))
     norm = dict(zip(source.norm, target.norm, strict=True))
+    if source is FLAX:
+        is_norm = any(layer + name in state for name in (source.norm[0], source.norm[2]))
+        return norm if is_norm else plain | {"embedding": target.plain[0]}
     if source is CHAINER or layer + source.norm[2] in state:
         return plain | norm
     weight, bias = (getattr(state.get(layer + name), "shape", None) for name in source.plain)
     if weight is None or (len(weight) > 1 and weight != bias):
         return plain
     # Another weight may be of PReLU, RMSNorm, LayerNorm over two axes...
-    return norm if len(weight) == 1 and weight == bias else {"bias": "b"}
+    return norm if len(weight) == 1 and weight == bias else {"bias": target.plain[1]}
 
 
 def _is_below(key: str, name: str, separator: str) -> bool:

@@ -197,7 +197,7 @@ def test_notes_say_what_becomes_of_chainers_numbers() -> None:
     arrays["predictor/bn/N"] = np.asarray(12)
     converted = chainer_to_torch(arrays)
     check_note(converted, "give the layers the eps and momentum of the source")
-    check_note(converted, "eps is 2e-5 in Chainer and 1e-5 in torch; momentum is 1 - decay")
+    check_note(converted, "eps is 2e-5 in Chainer and 1e-5 in torch and flax; torch's")
     check_note(converted, "The count by which avg_var is unbiased stays the source's")
     check_note(converted, "num_batches_tracked starts at 0")
     assert converted.state["predictor.bn.num_batches_tracked"] == 0

@@ -53,6 +53,7 @@ def _namespaces() -> bool:
 PROBES: dict[str, Callable[[], bool]] = {
     "torch": lambda: importable("torch"),
     "chainer": lambda: importable("chainer"),
+    "flax": lambda: importable("flax") and importable("jax"),
     "core": lambda: importable("multibn.kernels.core._core"),
     "triton": lambda: importable("triton.knobs"),  # of 3.4
     "gpu": lambda: _gpu("torch"),
