@@ -20,6 +20,10 @@ def array_namespace(x: Array, /) -> Any:
 
     Raises TypeError for a library that has no float64, or gives another dtype in its place.
     """
+    # Code that torch.compile traces must read no cache that may be filled meanwhile.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return sys.modules.get("array_api_compat.torch") or array_api_compat.array_namespace(x)
     namespace = _namespaces.get(type(x))
     if namespace is None:
         if isinstance(x, np.ma.MaskedArray | np.matrix):  # whose arithmetic is another
@@ -28,8 +32,7 @@ def array_namespace(x: Array, /) -> Any:
                 "numpy.array(x), and by `mask=` which elements of a masked array count."
             )
         namespace = array_api_compat.array_namespace(x)
-        if not is_torch_array(x):  # torch may be compiling
-            _check_float64(namespace, type(x))
+        _check_float64(namespace, type(x))
         _namespaces[type(x)] = namespace
     return namespace
 

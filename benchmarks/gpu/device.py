@@ -133,4 +133,4 @@ def use_gpu_kernels(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(kernels, "select", selected)
     # Messages as on a GPU, not in a line's memory.
-    patch.setattr(plan, "_place", lambda x: "torch's GPU")
+    patch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")

@@ -8,16 +8,19 @@ import numpy as np
 
 from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization, check_link
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.engine.consistency import check_equal, largest_group
+from multibn.engine.consistency import check_equal, common_group
 
 
 def participants(model: chainer.Link, comm: CommunicatorLike, /) -> Communicator:
     """The ranks of `comm`, or of the model by the rule of `check_sync`. Not collective."""
     if comm is not None:
         return as_communicator(comm)
-    links = [link for link in model.links() if isinstance(link, MultiNodeBatchNormalization)]
-    groups = [link.layer_communicator.communicator for link in links] or [as_communicator()]
-    return largest_group(groups, parameter="comm")
+    groups = {
+        path: link.layer_communicator.communicator
+        for path, link in model.namedlinks()
+        if isinstance(link, MultiNodeBatchNormalization)
+    }
+    return common_group(groups, parameter="comm")
 
 
 def check_sync(
@@ -34,8 +37,9 @@ def check_sync(
         Parameters and persistent values are compared, under names as `"/bn/avg_mean"`: arrays,
         numbers, strings, and sequences of these.
     comm
-        The ranks to compare, anything that `multibn.as_communicator` takes. Default: the largest
-        group of the model's multi-node links; without such links, torch's default process group.
+        The ranks to compare, anything that `multibn.as_communicator` takes. Default: the group that
+        was given to all multi-node links of the model, `multibn.SingleProcess()` included, where a
+        `multibn.Group` counts as its parent; else torch's default process group.
     ignore
         A pattern of names to leave out, or several: `["*/avg_*"]` for batch normalization that
         does not share statistics.
@@ -43,8 +47,8 @@ def check_sync(
     Raises
     ------
     ValueError
-        If `comm` is None and a launcher started several processes, but the model's links name no
-        process but this one.
+        If `comm` is None and the model's links were given unlike groups; or if a launcher started
+        several processes, but neither a link nor torch.distributed has a group.
     TypeError
         If a value is none of these. RuntimeError then on the other ranks.
     RuntimeError

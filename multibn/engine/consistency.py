@@ -12,8 +12,8 @@ from multibn import wire
 from multibn._arrays import to_host
 from multibn._platform import launched_processes
 from multibn._typing import Array
-from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
-from multibn.communicators.communicator import gather
+from multibn.communicators import Communicator, Group, SingleProcess, as_communicator
+from multibn.communicators.communicator import gather, identity
 from multibn.communicators.diagnostics import senders
 from multibn.communicators.handshake import agree, look_at_unread
 from multibn.communicators.resolve import default_group
@@ -22,30 +22,40 @@ _STATISTICS = "running_", "avg_"  # the beginnings of their names
 _AT_MOST = 8  # names, arrays or ranks that an error message lists
 
 
-def largest_group(groups: Iterable[Communicator], /, *, parameter: str) -> Communicator:
-    """The largest of `groups`, the communicators of a model's layers. Not collective.
+def common_group(groups: Mapping[str, Communicator], /, *, parameter: str) -> Communicator:
+    """Return the group that trains a model whose layers, by name, have these groups.
 
-    A `Group` counts as its parent: ranks that share statistics in parts still train one model.
-    Raises ValueError if every one of `groups` is this process alone, although a launcher started
-    several; `parameter` is the name of the caller's argument, for the message.
+    The group that all layers were given; else torch's default process group, which has all ranks. A
+    `Group` counts as its parent: ranks that share statistics in parts still train one model. Not
+    collective. `parameter` is the name of the caller's argument, for messages. Raises ValueError if
+    layers have unlike groups and there is no default process group, or if nothing names a group
+    although a launcher started several processes.
     """
-    candidates = []
-    for group in groups:
+    layers: dict[object, tuple[str, Communicator]] = {}
+    for name, group in groups.items():
         while isinstance(group, Group):
             group = group.parent
-        is_default = isinstance(group, DefaultCommunicator)  # whose `size` may warn
-        if not (default_group() is None if is_default else isinstance(group, SingleProcess)):
-            candidates.append(group)
-    if candidates:
-        return max(candidates, key=lambda c: c.size)
+        layers.setdefault(identity(group), (name, group))
+    default = as_communicator()
+    takes_default = layers.pop(identity(default), None) is not None
+    if default_group() is not None and (takes_default or not layers):
+        return default
+    if len(layers) > 1:
+        found = "; ".join(f"{group!r} in {name or 'the layer'}" for name, group in layers.values())
+        raise ValueError(
+            f"`{parameter}` must say which ranks take part: got None, and the model's layers have "
+            f"unlike groups: {found}. Pass the group of all ranks that train this model."
+        )
+    for _, group in layers.values():
+        return group
     name, size = launched_processes()
     if size > 1:
         raise ValueError(
             f"`{parameter}` must say which ranks take part: got None, but the launcher started "
-            f"{size} processes ({name}={size}), the model has no layer that shares statistics with "
-            "another, and torch.distributed is not initialised. Pass a communicator, "
-            "mpi4py.MPI.COMM_WORLD for example, or call torch.distributed.init_process_group() "
-            "before. To act on this process alone, pass multibn.SingleProcess()."
+            f"{size} processes ({name}={size}), the model has no layer with a group, and "
+            "torch.distributed is not initialised. Pass a communicator, mpi4py.MPI.COMM_WORLD for "
+            "example, or call torch.distributed.init_process_group() before. To act on this "
+            "process alone, pass multibn.SingleProcess()."
         )
     return SingleProcess()
 

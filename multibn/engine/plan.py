@@ -102,26 +102,30 @@ class Plan:
         the ranks hold one value per channel together.
         """
         if not recompute.state.stack:
-            return self.share(args) if self._prepared is None else self._share_prepared(args)
+            return (
+                self.run_forward(args)
+                if self._prepared is None
+                else self._run_forward_prepared(args)
+            )
         batch = recompute.replayed(self.channels)
         if batch is not None:
             return self._verbs.normalize(args, batch), batch
-        y, found = self.share(args)
+        y, found = self.run_forward(args)
         batch = unpack(found)
         recompute.record(batch, args, self)
         return y, batch
 
-    def _share_prepared(self, args: NormArgs) -> tuple[Any, Any]:
-        """Do as `share`, by launches that were prepared in an earlier step."""
+    def _run_forward_prepared(self, args: NormArgs) -> tuple[Any, Any]:
+        """Do as `run_forward`, by launches that were prepared in an earlier step."""
         found = None
         if self._forward is not None:
             found = self._prepared.forward(args, self._forward)
         if found is None:
             with self._prepared.preparing_forward(args):
-                found = self.share(args)
+                found = self.run_forward(args)
         return found
 
-    def share(self, args: NormArgs, /) -> tuple[Any, BatchStatistics | PackedStatistics]:
+    def run_forward(self, args: NormArgs, /) -> tuple[Any, BatchStatistics | PackedStatistics]:
         """Do as `forward`, without a look at the tapes of `recompute`."""
         messages = self._forward
         if messages is None:
@@ -156,7 +160,7 @@ class Plan:
             about, centre = reference.about(args, batch.mean)
             options: Any = {"weighting": self.weighting, "verbs": self._verbs}
             again = Plan(about, self.communicator, phase="about the mean", **options)
-            _, near = again.share(about)
+            _, near = again.run_forward(about)
             batch = unpack(near)
             batch = batch._replace(mean=centre + batch.mean)
             if args.running is not None:
@@ -236,7 +240,7 @@ class _Messages:
         if copied:
             self.allreduce = partial(communicator.allreduce, copied=True)
         self.mark = communicator.mark
-        place = _place(x)
+        place = _memory_kind(x)
         if place == "host" and self.size > 1:
             self.memory = communicator.buffer()
         elif place == "host":
@@ -245,7 +249,7 @@ class _Messages:
             self.is_fixed, self.new = False, communicator.message
 
 
-def _place(x: Array) -> str:
+def _memory_kind(x: Array) -> str:
     """The place of an array, of those for which a communicator may have memory."""
     if type(x) is np.ndarray or getattr(x, "is_cpu", False):
         return "host"

@@ -38,4 +38,4 @@ IS_EXPORTING = "_is_exporting_flag"
 # Captures compiled code, for mode="reduce-overhead", and raises where its memory is kept.
 CUDA_GRAPH_TREES = "torch._inductor.cudagraph_trees"
 # DistributedDataParallel's, without which it stays as it is.
-OF_DDP = "_assign_modules_buffers", "_has_rebuilt_buckets"
+DDP_ATTRIBUTES = "_assign_modules_buffers", "_has_rebuilt_buckets"

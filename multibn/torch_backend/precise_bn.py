@@ -29,7 +29,7 @@ from multibn.engine.precise import Estimate, Pass, Population, input_of, length_
 from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
 from multibn.engine.statistics import OneValueError, aggregate, local_moments
 from multibn.kernels import steps
-from multibn.torch_backend.layer import functional
+from multibn.torch_backend.layer import functional, validation
 from multibn.torch_backend.layer.autograd import without_autocast
 from multibn.torch_backend.layer.base import SyncNormBase, check_module
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
@@ -252,7 +252,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     ]
     # Of a step of `step_statistics`, which these batches have no part in.
     layers = [m for m in model.modules() if isinstance(vars(m).get("pool"), StepAccumulator)]
-    pools = [(layer, layer.__dict__.pop("pool")) for layer in layers]
+    pools = [(layer, layer.pool) for layer in layers]
+    for layer in layers:
+        layer.pool = None  # type: ignore[assignment]
     gpus = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -261,7 +263,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for layer, pool in pools:
-            layer.__dict__["pool"] = pool
+            layer.pool = pool
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
@@ -357,12 +359,12 @@ class _WatchedNorm:
         if self.estimator is None:
             return
         try:
-            functional.check_input(x, self.num_features)
+            validation.check_input(x, self.num_features)
         except (TypeError, ValueError):
             return
         with without_autocast(x):
             self.estimator.add(
-                self.estimator.sums_of(x.detach(), axis=functional.all_but_channels(x))
+                self.estimator.sums_of(x.detach(), axis=validation.non_channel_axes(x))
             )
 
     def write(self, mean: Tensor, var: Tensor, /) -> None:

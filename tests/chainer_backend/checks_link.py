@@ -232,6 +232,15 @@ def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
         ):
             helper()
     finetune(SingleProcess())
+    model = create_mnbn_model(model, SingleProcess())
+    data = [np.full((2, 1), world.rank, dtype=np.float32)]
+    finetune()  # a choice that was made for all links is one for the functions
+    assert model.avg_mean.tolist() == [world.rank]
+    expect_in_sync(model)
+    pair = MultiNodeBatchNormalization(1, world.split(world.rank == 0))
+    if world.rank:
+        with pytest.raises(ValueError, match=r"unlike groups: SingleProcess\(\) in /0; .* in /1\."):
+            expect_in_sync(chainer.Sequential(model, pair))
 
 
 @only("mpiexec", sizes=(3,))

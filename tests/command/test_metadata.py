@@ -38,7 +38,7 @@ def test_links_and_pictures_lead_into_the_repository_or_nowhere(urls: str, tmp_p
     assert all(target.startswith("https://") for target in targets)
     if "Repository" in urls:
         assert f"{ADDRESS}/blob/HEAD/docs/guides/sequences.md" in targets
-        assert f"{ADDRESS}/raw/HEAD/docs/guides/who-shares.svg" in targets
+        assert f"{ADDRESS}/raw/HEAD/docs/guides/demo.svg" in targets
         for target in targets:
             path = target.partition("/HEAD/")[2].partition("#")[0]
             assert (launch.ROOT / path).exists(), target

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import SingleProcess
+from multibn import SingleProcess, as_communicator
 from multibn.communicators import Communicator
 from multibn.engine import consistency
-from multibn.engine.consistency import check_equal, largest_group
+from multibn.engine.consistency import check_equal, common_group
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
 
@@ -147,7 +147,9 @@ def test_several_processes_without_a_group_are_refused(
 ) -> None:
     monkeypatch.setenv("PMI_SIZE", str(size))
     if size == 1:
-        assert isinstance(largest_group([], parameter="comm"), SingleProcess)
+        assert isinstance(common_group({}, parameter="comm"), SingleProcess)
         return
     with pytest.raises(ValueError, match=r"`comm` must say .* started 2 processes \(PMI_SIZE=2\)"):
-        largest_group([SingleProcess()], parameter="comm")
+        common_group({"": as_communicator()}, parameter="comm")
+    alone = SingleProcess()
+    assert common_group({"": alone}, parameter="comm") is alone

@@ -65,7 +65,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if DEVICE == "cpu":
         monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
         monkeypatch.setattr(steps, "is_on_host", lambda a: False)
-        monkeypatch.setattr(plan, "_place", lambda x: "torch's GPU")
+        monkeypatch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")
         monkeypatch.setattr(prepared, "prepare", _prepare)
         monkeypatch.setattr(prepared, "run_launches", _run)
     run = prepared.run_launches

@@ -91,7 +91,7 @@ def test_the_launches_of_a_step(launched: list[str], monkeypatch: pytest.MonkeyP
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
         monkeypatch.setattr(steps, "is_on_host", lambda a: False)
-        monkeypatch.setattr(plan, "_place", lambda x: "torch's GPU")
+        monkeypatch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")
     ranks = Twice()
     layer = SyncBatchNorm(3, process_group=ranks).to(DEVICE)
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
     """All later steps are, to the last bit, those of a layer that never saw the batch."""
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(steps, "is_on_host", lambda a: False)
-        monkeypatch.setattr(plan, "_place", lambda x: "torch's GPU")
+        monkeypatch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")
     nonfinite._told = nonfinite._NOBODY
     chosen = reference if generic_too else cuda
     monkeypatch.setattr(kernels, "select", lambda x, *others: chosen)

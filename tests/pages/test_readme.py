@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import launch, require
-from tests.helpers.pages import commands, programs, python_blocks
+from tests.helpers.pages import commands, programs
 from tests.pages.test_names import missing
 
 README = (launch.ROOT / "README.md").read_text()
@@ -16,14 +16,16 @@ TEXT = " ".join(README.split())
 # The rows of the table beside torch's layer, and tests of multibn's side; checks_readme.py has
 # torch's. No test can show the last row.
 COMPARISON = {
-    "on CPU; over MPI; in Chainer": ["parity/checks_parity.py"],
+    "CPU, MPI, Chainer": ["parity/checks_parity.py"],
     "padding in the batch": [
         "torch_backend/test_every_layer.py: test_elements_that_do_not_count_take_no_part",
     ],
-    "a subclass of a batch norm": [
+    "custom BatchNorm subclass": [
         "torch_backend/convert/test_class_swap.py: test_it_is_the_original_on_the_whole_batch",
     ],
-    "the way back": ["torch_backend/convert/test_convert.py: test_revert_restores_the_class"],
+    "undo the conversion": [
+        "torch_backend/convert/test_convert.py: test_revert_restores_the_class"
+    ],
     "`copy.deepcopy` and `pickle` of a layer with a `process_group`": [
         "torch_backend/layer/checks_layer.py: check_copies_share_the_group",
         "torch_backend/layer/checks_layer.py: check_saved_model_loads_without_a_group",
@@ -35,20 +37,20 @@ COMPARISON = {
         "torch_backend/test_every_layer.py: test_one_compiled_graph_gives_eager_numbers",
         "torch_backend/layer/checks_features.py: check_compiled_ranks_train_beside_eager_ones",
     ],
-    "a step that GradScaler skips": [
+    "a step skipped by GradScaler": [
         "torch_backend/layer/checks_features.py: check_a_step_that_overflows_leaves_no_trace",
     ],
-    "a rank that is lost, or in another layer": [
+    "a rank runs a different layer": [
         "communicators/checks_handshake.py: check_another_model_on_one_rank_is_an_error_on_all",
-        "faults/test_faults.py: test_a_fault_is_seen_in_time_on_every_rank",
     ],
+    "a rank dies": ["faults/test_faults.py: test_a_fault_is_seen_in_time_on_every_rank"],
     "years of use on many GPUs": [],
 }
 
 
 def test_it_is_one_page_and_says_first_what_multibn_is() -> None:
-    assert len(README.splitlines()) <= 120
-    before_code = README.partition("```python")[0]
+    assert len(README.splitlines()) <= 130
+    before_code = README.partition("```diff")[0]
     assert len(before_code.split()) <= 60
     assert README.index("## Install") < README.index("# train.py")
 
@@ -61,8 +63,10 @@ def test_the_line_changes_nothing_that_the_code_around_it_sees() -> None:
 
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     keys = list(plain.state_dict())
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    lines = [line for line in diff.splitlines() if line.startswith("+ ")]
     names = {"model": plain}
-    exec(python_blocks("README.md")[0], names)
+    exec("\n".join(line.removeprefix("+ ") for line in lines), names)
     assert isinstance(names["model"][1], nn.BatchNorm2d)
     assert list(names["model"].state_dict()) == keys
     assert type(revert_sync_batchnorm(names["model"])[1]) is nn.BatchNorm2d
@@ -87,7 +91,7 @@ def _losses(size: int, program: str, folder: Path) -> list[str]:
 def test_the_program_prints_the_same_for_any_number_that_divides_the_images(
     size: int, tmp_path: Path
 ) -> None:
-    assert "1, 2, 4 and 8 processes print the same" in TEXT
+    assert "1, 2, 4 and 8 processes print the same losses" in TEXT
     program = programs("README.md")["train.py"]
     assert _losses(size, program, tmp_path) == commands("README.md")[0].printed
 
@@ -114,25 +118,25 @@ def test_three_processes_need_the_weights_of_join(weighted: bool, tmp_path: Path
 def test_numbers_are_those_of_the_records() -> None:
     speed = json.loads((launch.ROOT / "benchmarks/results/h200.json").read_text())["prepared"]
     rows = {part["part"]: part["rows"][0] for part in speed["parts"] if part["rows"]}
-    for part, claim in (
-        ("network", "took {} there, and {} with torch's layer"),
-        ("captured_network", "in a CUDA graph {} and {}"),
-    ):
-        times = rows[part]["microseconds"]
-        took = (f"{times[name] / 1e3:.0f} ms" for name in ("multibn", "nn.SyncBatchNorm"))
-        assert claim.format(*took) in TEXT
+    times = rows["network"]["microseconds"]
+    ours, torchs = (f"{times[name] / 1e3:.0f} ms" for name in ("multibn", "nn.SyncBatchNorm"))
+    assert f"took {ours} on one H200" in TEXT
+    assert f"with torch.nn.SyncBatchNorm {torchs}" in TEXT
     records = (launch.ROOT / "tests/programs/README.md").read_text()
     timm, torchvision = re.findall(r"(\d+) models; conversion and back", records)
-    assert f"{timm} models of timm and {torchvision} of torchvision" in TEXT
+    assert f"{timm} timm and {torchvision} torchvision models" in TEXT
     steps = re.findall(r" \d+ (?:steps|of \d+ layers share) \| ([\d.e-]+) \|", records)
     assert max(map(float, steps)) < 1e-12
-    assert f"{len([row for row in records.splitlines() if ', 2 steps' in row])} networks" in (
-        (launch.ROOT / "docs/tested.md").read_text()
-    )
+    networks = f"{len([row for row in records.splitlines() if ', 2 steps' in row])} networks"
+    assert networks in (launch.ROOT / "docs/tested.md").read_text()
+    assert networks in TEXT
     skew = (launch.ROOT / "evidence/README.md").read_text()
     (row,) = re.findall(r"^\| 5 \| 2 classes on each rank \|.*", skew, re.MULTILINE)
     plain, _, ours = (f"{float(share):.0f} %" for share in re.findall(r"\| ([\d.]+) %", row))
-    assert f"[{plain} becomes {ours}]" in TEXT
+    assert f"[from {plain} to {ours}]" in TEXT
     speed_page = (launch.ROOT / "docs/speed.md").read_text()
-    (ratio,) = re.findall(r"like ResNet-50 takes ([\d.]+) \(NCHW\)", " ".join(speed_page.split()))
-    assert f"took {ratio} of the time with local batch norms" in TEXT
+    ratios = re.findall(
+        r"like ResNet-50 takes ([\d.]+) \(NCHW\) and ([\d.]+)", " ".join(speed_page.split())
+    )
+    nchw, channels_last = (f"{100 * float(ratio) - 100:.0f} %" for ratio in ratios[0])
+    assert f"takes {nchw} (NCHW) to {channels_last} (channels_last) longer" in TEXT

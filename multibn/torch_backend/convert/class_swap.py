@@ -16,19 +16,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn.communicators import as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
-from multibn.torch_backend.layer import compiled, dtensors, functional, modules
-from multibn.torch_backend.layer.autograd import running_of
+from multibn.torch_backend.layer import compiled, dtensors, functional, modules, validation
+from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 
 _TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     getattr(nn, f"BatchNorm{n}d"): getattr(modules, f"SyncBatchNorm{n}d") for n in (1, 2, 3)
 }
-_classes = dict(_TORCHS)
+#: The synchronized class of each class that was converted.
+CLASSES: dict[type[_BatchNorm], type[SyncBatchNorm]] = dict(_TORCHS)
 
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
-_ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_num_splits"}
+_ATTRIBUTES |= {"converted_from", "own_group", "_shares", "_num_splits"}
 
 
 def derive(layer: Any, /) -> SyncBatchNorm:
@@ -56,15 +57,15 @@ def restore(layer: nn.Module, original: type[nn.Module], /) -> None:
 
 
 def _class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
-    if original not in _classes:
+    if original not in CLASSES:
         attributes: dict[str, Any] = {"__module__": __name__, "converted_from": original}
         check = original._check_input_dim
         same = [ours for torchs, ours in _TORCHS.items() if torchs._check_input_dim is check]
         if not same:
             attributes["_usual"] = ()
         own = _Derived if original.forward is _BatchNorm.forward else _OwnForward
-        _classes[original] = type(f"Sync{original.__name__}", (own, *same, original), attributes)
-    return _classes[original]
+        CLASSES[original] = type(f"Sync{original.__name__}", (own, *same, original), attributes)
+    return CLASSES[original]
 
 
 def _new(original: type[_BatchNorm]) -> SyncBatchNorm:
@@ -105,7 +106,7 @@ class _OwnForward(_Derived):
                 y = self.converted_from.forward(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
             if self.training and not sharing.reached:  # the other ranks will wait for this one
-                functional.refuse(error, x, self.num_features, self.layer_communicator)
+                validation.raise_on_all_ranks(error, x, self.num_features, self.layer_communicator)
             raise
         # Later, a class may return an empty batch as it is, or normalize alone where it is alone.
         may_pass = self._shares and (
@@ -154,14 +155,14 @@ class _Sharing(functional.BatchNormMode):
         own = running_mean is (layer.running_mean if layer.track_running_stats else None)
         self.reached |= own
         if own and not training and running_mean is not None and running_var is not None:
-            return functional.normalize_by_running(
+            return functional.normalize_with_running_stats(
                 input, weight, bias, running_mean, running_var, eps=eps
             )
         if not (own and training):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
-        axis = functional.all_but_channels(input)
+        axis = validation.non_channel_axes(input)
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
         num_channels = [*channels, layer.num_features][0]
@@ -171,7 +172,7 @@ class _Sharing(functional.BatchNormMode):
             if before is not None and counter is not None:  # the end of the step will count
                 counter.copy_(before)
             return layer.by_parts(args, num_channels, momentum)
-        running = running_of(layer, layer.running_var_convention, momentum)
+        running = running_stats_of(layer, layer.running_var_convention, momentum)
         if isinstance(running, StepAccumulator):
             running.momentum = momentum
         args, sharing = args._replace(running=running), (num_channels, layer.layer_communicator)

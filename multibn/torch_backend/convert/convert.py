@@ -20,8 +20,8 @@ from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
-from multibn.torch_backend.layer import compiled, data_parallel, functional
-from multibn.torch_backend.layer.autograd import running_of
+from multibn.torch_backend.layer import compiled, data_parallel, functional, validation
+from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, without_none
 from multibn.torch_backend.layer.sub_batch_norm import Part
@@ -61,14 +61,14 @@ class BatchNorm(_BatchNorm):
         mask = compiled.mask_of(input, mask, lengths, self.num_features, LOCAL)
         mean, var = self.running_mean, self.running_var
         if self.training or mean is None:
-            axis = functional.all_but_channels(input)
-            running = running_of(self, "unbiased_global") if self.training else None
+            axis = validation.non_channel_axes(input)
+            running = running_stats_of(self, "unbiased_global") if self.training else None
             args = NormArgs(
                 input, self.weight, self.bias, self.eps, axis, mask=mask, running=running
             )
             return compiled.forward(args, self.num_features, LOCAL, weighting="element")[0]
         x, parameters = reference.masked(input, mask), (self.weight, self.bias)
-        y = functional.normalize_by_running(x, *parameters, mean, var, eps=self.eps)
+        y = functional.normalize_with_running_stats(x, *parameters, mean, var, eps=self.eps)
         return reference.masked(y, mask)
 
     def _check_input_dim(self, input: Any) -> None:
@@ -76,6 +76,9 @@ class BatchNorm(_BatchNorm):
             raise ValueError(
                 f"the input must have 2 or more dimensions: got shape {tuple(input.shape)}."
             )
+
+
+class_swap.CLASSES[BatchNorm] = SyncBatchNorm  # whose masks, residuals and dtypes it takes
 
 
 def convert_sync_batchnorm(

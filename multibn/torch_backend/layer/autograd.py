@@ -48,7 +48,7 @@ _NOTHING = nullcontext()
 _group: Any = dist.group if dist.is_available() else None
 
 
-def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
+def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
     """All that a plan for `args` depends on; None where every call is a question of its own.
 
     An input for which a layer has a plan under this key has been checked, as have the parameters
@@ -88,7 +88,7 @@ def guard(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
     return key
 
 
-def running_of(
+def running_stats_of(
     bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
 ) -> Running | StepAccumulator | None:
     """The buffers of `bn` that a training step moves in place, once; None if there are none.
@@ -144,7 +144,7 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
     return _NOTHING
 
 
-def hidden_from_dispatch_modes() -> AbstractContextManager[Any]:
+def disable_dispatch_modes_in_recompute() -> AbstractContextManager[Any]:
     """A context in which selective checkpointing sees no operation of a pass that may run again.
 
     Torch's policy counts operations, and a layer has other ones in the recomputation.
@@ -174,9 +174,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
         plan, args = call
         is_eager = type(plan) is Plan
         if is_eager and not args.x.is_cpu:
-            args = dense(args)
+            args = with_kernel_layout(args)
         if is_eager and recompute.state.stack:
-            with hidden_from_dispatch_modes(), without_autocast(args.x):
+            with disable_dispatch_modes_in_recompute(), without_autocast(args.x):
                 y, batch = plan.forward(args)
         else:
             with without_autocast(args.x):
@@ -198,14 +198,14 @@ class SyncBatchNormFunction(torch.autograd.Function):
             if _needs_graph(g.dy):
                 return None, *_differentiable_backward(g, needed, plan)
             if torch.is_anomaly_enabled() and type(plan) is Plan:
-                find_nan(g, plan.communicator)
+                raise_for_nan_gradient(g, plan.communicator)
             dx, dresidual, dweight, dbias = plan.backward(g)
             if dresidual is None and needed[3]:
                 dresidual = reference.residual_gradient(g)
         return None, dx, dweight, dbias, dresidual
 
 
-def dense(args: NormArgs) -> NormArgs:
+def with_kernel_layout(args: NormArgs) -> NormArgs:
     """The input with `x` copied where a GPU's kernels do not take such a layout.
 
     Array operations, which take any, are a hundred launches.
@@ -227,7 +227,7 @@ def forward(plan: Any, args: NormArgs) -> tuple[Tensor, Any]:
     return found
 
 
-def find_nan(g: Gradient, communicator: Communicator) -> None:
+def raise_for_nan_gradient(g: Gradient, communicator: Communicator) -> None:
     """Say on which ranks the gradient of the output has NaN. Collective, as the backward pass."""
     if g.needs_dx:
         dy = reference.masked(g.dy, g.input.mask)
@@ -299,7 +299,7 @@ def _normalize(
     sharing: Any = _Differentiable(communicator, phase, args.x.dtype)
     with without_autocast(args.x):
         apart = args._replace(running=None)
-        y, batch = Plan(apart, sharing, weighting=weighting, verbs=reference).share(apart)
+        y, batch = Plan(apart, sharing, weighting=weighting, verbs=reference).run_forward(apart)
     return y, unpack(batch)
 
 
@@ -314,7 +314,11 @@ class _Differentiable:
 
     def allreduce(self, x: Tensor, /) -> Tensor:
         # torch differentiates all that one process does, and transforms it, too.
-        return x if self.size == 1 else _AllReduce.apply(_checked(x, self.size), self, self.phase)
+        return (
+            x
+            if self.size == 1
+            else _AllReduce.apply(_raise_if_transformed(x, self.size), self, self.phase)
+        )
 
 
 class _AllReduce(torch.autograd.Function):
@@ -328,11 +332,11 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        dy = _checked(grad_outputs[0], ctx.communicator.size)
+        dy = _raise_if_transformed(grad_outputs[0], ctx.communicator.size)
         return _AllReduce.apply(dy, ctx.communicator, "gradient"), None, None
 
 
-def _checked(x: Tensor, num_ranks: int) -> Tensor:
+def _raise_if_transformed(x: Tensor, num_ranks: int) -> Tensor:
     """`x`, unless torch hides its numbers, or those of a tangent, from the layer."""
     if is_transformed() or get_dispatch_mode(MAKE_FX) or is_legacy_batchedtensor(x):
         raise NotImplementedError(

@@ -24,7 +24,7 @@ from multibn.kernels import Running
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, dtensors
 
-#: This process alone, known to compiled code.
+#: This process alone, known to compiled code; the group of ghost norms that were given none.
 LOCAL = SingleProcess()
 compiled.register(LOCAL)
 
@@ -85,6 +85,7 @@ class SyncNormBase(nn.Module):
     def configure(self, process_group: CommunicatorLike, **options: Any) -> None:
         """Set the ranks and options of `Options`, see `SyncBatchNorm`. Not collective."""
         self.built = LayerId()
+        self.pool = None  # an attribute that came and went would make compiled code recompile
         self.process_group = process_group
         for name, value in options.items():
             setattr(self, self.Options.attributes.get(name, name), value)
@@ -119,7 +120,7 @@ class SyncNormBase(nn.Module):
 
     def alone(self, x: Any) -> Communicator:
         """This process alone, for a batch that no other rank shares: in the layer's name."""
-        if compiled.takes(x) or dtensors.among((x, *self.parameters(recurse=False))):
+        if compiled.is_compiling_or_fake(x) or dtensors.among((x, *self.parameters(recurse=False))):
             return LOCAL
         return self.layer_communicator.over(LOCAL)
 
@@ -131,11 +132,13 @@ class SyncNormBase(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
-        return {**(own or self.__dict__), "layer_communicator": self.process_group}
+        group = None if self.process_group is LOCAL else self.process_group
+        return {**(own or self.__dict__), "layer_communicator": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.process_group = self.__dict__.pop("layer_communicator")  # a copy has its own name
+        group = self.__dict__.pop("layer_communicator")  # a copy has its own name
+        self.process_group = LOCAL if group is None else group
 
 
 def _options(layer: SyncNormBase | None) -> dict[str, object]:
@@ -161,4 +164,6 @@ def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> boo
 
     Compiled code, which cannot tell whether it runs in a recomputation, gets True.
     """
-    return isinstance(running, Running) and (compiled.takes(x) or not recompute.in_recomputing())
+    return isinstance(running, Running) and (
+        compiled.is_compiling_or_fake(x) or not recompute.in_recomputing()
+    )

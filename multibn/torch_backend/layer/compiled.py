@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakValueDictionary
 
+import array_api_compat.torch  # noqa: F401  (traced code finds it, and must not load it)
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -37,7 +38,7 @@ from multibn.torch_backend._torch_private import (
     FakeTensor,
     register_effectful_op,
 )
-from multibn.torch_backend.layer import autograd, dtensors, functional
+from multibn.torch_backend.layer import autograd, dtensors, functional, validation
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -48,12 +49,12 @@ def register(communicator: Communicator, /) -> None:
     _communicators[id(communicator)] = communicator
 
 
-def takes(x: Any, /) -> bool:
+def is_compiling_or_fake(x: Any, /) -> bool:
     """Whether `forward` is to take `x`: in compiled code, and without data."""
     return torch.compiler.is_compiling() or _has_no_data(x)
 
 
-def is_written() -> bool:
+def is_exporting_or_tracing() -> bool:
     """Whether an exported program or a trace is made, which can hold torch's own batch norm."""
     return getattr(torch.compiler, IS_EXPORTING) or torch.jit.is_tracing()
 
@@ -85,15 +86,15 @@ def forward(
             "Call torch.compile without fullgraph=True."
         )
         return torch.compiler.disable(functional.forward)(*arguments, weighting=weighting)
-    # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
+    # Dynamo may compile that frame even where it skips this one, so is_compiling_or_fake is wrong.
     if autograd.is_transformed() if compiling else not _has_no_data(args.x):
         return functional.forward(*arguments, weighting=weighting)
     if not compiling:
-        functional.check_input(args.x, num_channels)
+        validation.check_input(args.x, num_channels)
         try:
-            functional.check_options(args)
+            validation.check_options(args)
         except ValueError as error:  # of a layer with data, whose other ranks may have some
-            functional.refuse(error, args.x, num_channels, communicator)
+            validation.raise_on_all_ranks(error, args.x, num_channels, communicator)
     sharing = num_channels, id(communicator), weighting
     y, *numbers = torch.ops.multibn.forward(*_spread(args), *sharing)
     batch = BatchStatistics(*numbers)
@@ -110,9 +111,9 @@ def forward(
 def mask_of(
     x: Any, mask: Any, lengths: Any, num_channels: int, communicator: Communicator
 ) -> Tensor | None:
-    """Do as `functional.mask_of`; in compiled code an operator does so."""
+    """Do as `validation.mask_of`; in compiled code an operator does so."""
     if (mask is None and lengths is None) or not torch.compiler.is_compiling():
-        return functional.mask_of(x, mask, lengths, num_channels, communicator)
+        return validation.mask_of(x, mask, lengths, num_channels, communicator)
     checked: Tensor = torch.ops.multibn.mask(x, mask, lengths, num_channels, id(communicator))
     return checked
 
@@ -181,11 +182,11 @@ def _plan(
     """The plan of a layer for such inputs, of which the first is checked in a forward pass."""
     # Only then: the host looks at messages that it may keep with fewer calls.
     copied = CUDA_GRAPH_TREES in sys.modules
-    key = autograd.guard(args, weighting), needed, copied
+    key = autograd.plan_key(args, weighting), needed, copied
     plan: Plan | None = getattr(sharing, "plans", {}).get(key)
     if plan is None:
         if num_channels is not None:  # not in a backward pass
-            functional.check(args, num_channels, sharing)
+            validation.validate_call(args, num_channels, sharing)
         options: Any = {"weighting": weighting, "needs_gradient": needed, "copied": copied}
         plan = Plan(args, sharing, verbs=_up_to_elements(args.x), **options)
         if key[0] is not None and isinstance(sharing, LayerCommunicator):
@@ -211,7 +212,7 @@ def _forward_sums_like(*arguments: Any) -> list[Tensor]:
 def _forward_sums(*arguments: Any) -> list[Tensor]:
     """The coefficients of the output, and all numbers of the statistics in a row. Collective."""
     args, num_channels, communicator, weighting, needed = _gather(*arguments)
-    args, sharing = autograd.dense(args), _communicators[communicator]
+    args, sharing = autograd.with_kernel_layout(args), _communicators[communicator]
     with torch.no_grad(), autograd.without_autocast(args.x):
         plan = _plan(args, sharing, weighting, needed, num_channels)
         coefficients, batch = plan.forward(args)
@@ -242,11 +243,11 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     """The gradients of weight and bias, and the coefficients of that of `x`. Collective."""
     args, numbers, needs_dx, communicator = _gather(*arguments)
     batch = PackedStatistics(numbers, channels(args.x.shape, args.axis))
-    g = Gradient(dy, autograd.dense(args), batch, needs_dx=needs_dx)
+    g = Gradient(dy, autograd.with_kernel_layout(args), batch, needs_dx=needs_dx)
     sharing = _communicators[communicator]
     with torch.no_grad(), autograd.without_autocast(args.x):
         if torch.is_anomaly_enabled():
-            autograd.find_nan(g, sharing)
+            autograd.raise_for_nan_gradient(g, sharing)
         dx, _, *parameters = _plan(g.input, sharing, "element", True, None).backward(g)
     found = [*parameters, dx] if needs_dx else parameters
     return [args.x.new_empty(0) if v is None else v for v in found]
@@ -258,7 +259,7 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
 )
 def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: int) -> Tensor:
     """The engine's mask. Collective if it raises."""
-    checked: Any = functional.mask_of(x, mask, lengths, num_channels, _communicators[communicator])
+    checked: Any = validation.mask_of(x, mask, lengths, num_channels, _communicators[communicator])
     # New memory, as an operator's output must be, with the strides that the compiler is told.
     return checked.clone(memory_format=torch.contiguous_format)
 
@@ -270,8 +271,8 @@ def _forward(*arguments: Any) -> list[Tensor]:
     args, num_channels, communicator, weighting = _gather(*arguments)
     needed = torch.is_grad_enabled() and args.x.requires_grad
     try:
-        functional.check_input(args.x, num_channels)
-        functional.check_options(args)
+        validation.check_input(args.x, num_channels)
+        validation.check_options(args)
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
         with torch.no_grad():
             sums = torch.ops.multibn.forward_sums(*arguments, needed)

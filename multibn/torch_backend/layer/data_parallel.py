@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.communicator import identity
 from multibn.communicators.layer_communicator import LayerCommunicator, during
-from multibn.torch_backend._torch_private import ACTIVE_DDP, OF_DDP
+from multibn.torch_backend._torch_private import ACTIVE_DDP, DDP_ATTRIBUTES
 
 # Parts of DDP that its documentation does not name. If one is missing, DDP stays as it is.
-_PARTS = *OF_DDP, "parameters_to_ignore", "will_sync_module_buffers"
+_PARTS = *DDP_ATTRIBUTES, "parameters_to_ignore", "will_sync_module_buffers"
 
 _meetings: WeakKeyDictionary[nn.Module, Communicator] = WeakKeyDictionary()
 

@@ -12,8 +12,8 @@ from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import reference
-from multibn.torch_backend.layer import autograd, compiled, functional
-from multibn.torch_backend.layer.autograd import running_of
+from multibn.torch_backend.layer import autograd, compiled, functional, validation
+from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import LOCAL, SyncNormBase
 from multibn.torch_backend.layer.step_statistics import step_statistics
 
@@ -165,7 +165,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
         args = self._as_input(input, residual)
         sharing, weighting = self.layer_communicator, self.weighting
-        plan = sharing.plans.get(autograd.guard(args, weighting))
+        plan = sharing.plans.get(autograd.plan_key(args, weighting))
         if plan is not None:
             return autograd.forward(plan, args)[0]
         if input.is_meta or input.ndim not in self._usual:
@@ -185,13 +185,13 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             if isinstance(input, Tensor) and check is not _NormBase._check_input_dim:
                 check(self, input)
         except ValueError as error:
-            functional.refuse(error, input, self.num_features, layer_communicator)
+            validation.raise_on_all_ranks(error, input, self.num_features, layer_communicator)
         mean: Any = self.running_mean
         var: Any = self.running_var
         by_batch = self.training or mean is None or var is None
         if by_batch and not self.training:
             layer_communicator = self.alone(input)
-            by_batch = not (mask is lengths is None and compiled.is_written())
+            by_batch = not (mask is lengths is None and compiled.is_exporting_or_tracing())
         where = compiled.mask_of(input, mask, lengths, self.num_features, layer_communicator)
         if by_batch:
             args = self._as_input(input, residual, where)
@@ -200,11 +200,13 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             return compiled.forward(
                 args, self.num_features, layer_communicator, weighting=self.weighting
             )[0]
-        functional.check_input(input, self.num_features)
+        validation.check_input(input, self.num_features)
         if residual is not None:
-            functional.check_options(self._as_input(input, residual))
+            validation.check_options(self._as_input(input, residual))
         x = reference.masked(input, where)  # the gradients of weight and bias would be NaN
-        y = functional.normalize_by_running(x, self.weight, self.bias, mean, var, eps=self.eps)
+        y = functional.normalize_with_running_stats(
+            x, self.weight, self.bias, mean, var, eps=self.eps
+        )
         y = y if residual is None else y + residual
         return reference.masked(y.relu() if self.fuse_relu else y, where)
 
@@ -213,9 +215,9 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
 
         With `momentum`, the caller has counted the batch already.
         """
-        functional.check_plain("the input", args.x)
-        functional.check_input(args.x, num_channels)
-        functional.check_options(args)
+        validation.check_no_tensor_subclass("the input", args.x)
+        validation.check_input(args.x, num_channels)
+        validation.check_options(args)
         # Two elements per channel and part, if the batch has them: a last one may be small.
         N = len(args.x)
         n = max(1, min(self._num_splits, N, args.x.numel() // args.x.shape[1] // 2))
@@ -227,7 +229,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         ys = []
         with step_statistics(self):
             for x, residual, mask in zip(*of, strict=True):
-                running = running_of(self, self.running_var_convention, momentum)
+                running = running_stats_of(self, self.running_var_convention, momentum)
                 if momentum is not None and isinstance(running, StepAccumulator):
                     running.momentum = momentum
                 part = args._replace(x=x, residual=residual, mask=mask, running=running)
@@ -239,13 +241,13 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> NormArgs:
         """A pass's input, with the engine's `mask`. In training the pass moves the buffers."""
-        running = running_of(self, self.running_var_convention) if self.training else None
-        parameters = self._parameters  # as in `running_of`
+        running = running_stats_of(self, self.running_var_convention) if self.training else None
+        parameters = self._parameters  # as in `running_stats_of`
         if "weight" in parameters and "bias" in parameters:
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized
             weight, bias = self.weight, self.bias
-        axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
+        axis = 0, *range(2, getattr(x, "ndim", 2))  # as `validation.non_channel_axes`
         return NormArgs(x, weight, bias, self.eps, axis, self.fuse_relu, mask, residual, running)
 
 

@@ -10,7 +10,10 @@ from torch import nn
 from multibn._typing import RunningVar
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
-from multibn.torch_backend.layer.autograd import hidden_from_dispatch_modes, running_of
+from multibn.torch_backend.layer.autograd import (
+    disable_dispatch_modes_in_recompute,
+    running_stats_of,
+)
 from multibn.torch_backend.layer.base import LayerOptions, SyncNormBase, check_module
 
 
@@ -73,7 +76,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             convention = layer.running_var_convention
             # Not of group and instance norms, whose samples have statistics of their own.
             is_batch_norm = isinstance(layer.norm_options, LayerOptions)
-            running = running_of(bn, convention) if is_batch_norm else None
+            running = running_stats_of(bn, convention) if is_batch_norm else None
             if isinstance(running, Running):  # neither None nor the pool of another step
                 # Not for the pool to ask, as compiled code cannot: which devices have float64.
                 wide = None if running.mean.device.type == "mps" else torch.float64
@@ -83,18 +86,16 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for _, bn, pool, _ in entered:
-            if torch.compiler.is_compiling():  # before torch 2.13 it cannot delete an attribute
+            if getattr(bn, "pool", None) is pool:  # a layer that was reverted has none
                 bn.pool = None
-            elif getattr(bn, "pool", None) is pool:  # a layer that was reverted has none
-                del bn.pool
     for layer, bn, pool, convention in entered:
         # The buffers of this moment: `layer.double()` has put others in the place of the old ones.
-        running = running_of(bn, convention)
+        running = running_stats_of(bn, convention)
         if not isinstance(running, Running):
             continue
         if pool.momentum is not None:
             running = running._replace(momentum=pool.momentum)
-        with hidden_from_dispatch_modes():
+        with disable_dispatch_modes_in_recompute():
             batch, local_count = pool.compute()
             torch.ops.multibn.update_running(*running, *batch[:3], local_count)
             if bn is getattr(layer, "split_bn", None):

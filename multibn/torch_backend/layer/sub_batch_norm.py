@@ -12,8 +12,11 @@ from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import reduced_axes
-from multibn.torch_backend.layer import compiled, functional
-from multibn.torch_backend.layer.autograd import hidden_from_dispatch_modes, running_of
+from multibn.torch_backend.layer import compiled, functional, validation
+from multibn.torch_backend.layer.autograd import (
+    disable_dispatch_modes_in_recompute,
+    running_stats_of,
+)
 from multibn.torch_backend.layer.base import (
     LOCAL,
     SyncNormBase,
@@ -79,9 +82,11 @@ class _SubBatchNorm(SyncNormBase):
             self.register_parameter(name, None if values is None else nn.Parameter(values))
 
         def make(features: int) -> Any:
-            return self._part(
+            part: Any = self._part(
                 features, eps, momentum, False, track_running_stats, device=device, dtype=dtype
             )
+            part.pool = None  # as of `SyncNormBase`
+            return part
 
         self.bn = make(num_features)
         self.split_bn = make(num_features * num_splits)
@@ -104,7 +109,7 @@ class _SubBatchNorm(SyncNormBase):
         shares = self.training and part.training
         communicator: Communicator = self.layer_communicator if shares else self.alone(input)
         try:
-            functional.check_input(input, self.num_features)
+            validation.check_input(input, self.num_features)
             self._part._check_input_dim(self.bn, input)
             if input.shape[0] % num_splits != 0:
                 where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
@@ -115,7 +120,9 @@ class _SubBatchNorm(SyncNormBase):
                     "takes a batch of any size."
                 )
         except (TypeError, ValueError) as error:
-            functional.refuse(error, input, num_splits * self.num_features, communicator)
+            validation.raise_on_all_ranks(
+                error, input, num_splits * self.num_features, communicator
+            )
         x = input
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
             x = input.unflatten(0, (input.shape[0] // num_splits, num_splits))
@@ -146,18 +153,22 @@ class _SubBatchNorm(SyncNormBase):
             weight = None if weight is None else weight.repeat(self.num_splits, 1)
             bias = None if bias is None else bias.repeat(self.num_splits, 1)
         # Without running statistics, a program that is written down has torch's own batch norm.
-        is_kept = part.running_mean is not None or (not self.training and compiled.is_written())
+        is_kept = part.running_mean is not None or (
+            not self.training and compiled.is_exporting_or_tracing()
+        )
         if is_kept and not part.training:
             kept = part.running_mean, part.running_var
             statistics = (None if v is None else v.view(channels) for v in kept)
-            return functional.normalize_by_running(args.x, weight, bias, *statistics, eps=part.eps)
-        running: Any = running_of(part, self.running_var_convention)
+            return functional.normalize_with_running_stats(
+                args.x, weight, bias, *statistics, eps=part.eps
+            )
+        running: Any = running_stats_of(part, self.running_var_convention)
         args = args._replace(weight=weight, bias=bias, eps=part.eps, running=running)
         # To a pass over all splits together, these are the channels of axis 1.
         sharing = args.x.shape[1], communicator
         y, batch = compiled.forward(args, *sharing, weighting=self.weighting)
         if self.training and updates_running(running, args.x):
-            with hidden_from_dispatch_modes():
+            with disable_dispatch_modes_in_recompute():
                 self.aggregate_stats(batch.count)
         return y
 
@@ -183,7 +194,7 @@ class _SubBatchNorm(SyncNormBase):
         adds 1/(n-1) of the mean biased var_k, for n elements per channel and split.
         """
         whole, split = self.bn, self.split_bn
-        if count is not None and not compiled.takes(count) and is_on_host(count):
+        if count is not None and not compiled.is_compiling_or_fake(count) and is_on_host(count):
             if not values(count).amax():  # the same in all of a batch of vmap
                 return
             count = None

@@ -11,7 +11,7 @@ from multibn.communicators import CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import BatchStatistics
 from multibn.options import NormOptions
-from multibn.torch_backend.layer import compiled, functional
+from multibn.torch_backend.layer import compiled, validation
 from multibn.torch_backend.layer.base import SyncNormBase
 from multibn.torch_backend.layer.modules import call_node
 
@@ -63,10 +63,12 @@ class SyncGroupsBase(SyncNormBase):
         """
         group, num_groups = self.layer_communicator, self.num_groups
         try:
-            functional.check_input(x, num_channels)
+            validation.check_input(x, num_channels)
         except (TypeError, ValueError) as error:
             is_array = isinstance(x, Tensor) and not x.is_nested and x.ndim > 1
-            functional.refuse(error, x, len(x) * num_groups if is_array else None, group)
+            validation.raise_on_all_ranks(
+                error, x, len(x) * num_groups if is_array else None, group
+            )
         wide = torch.promote_types(x.dtype, torch.float32)
         grouped = x.to(wide).unflatten(1, (num_groups, num_channels // num_groups))
         args = NormArgs(grouped, None, None, self.eps, tuple(range(2, grouped.ndim)))

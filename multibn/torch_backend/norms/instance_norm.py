@@ -7,8 +7,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from multibn.kernels import Running
-from multibn.torch_backend.layer import functional
-from multibn.torch_backend.layer.autograd import hidden_from_dispatch_modes
+from multibn.torch_backend.layer import functional, validation
+from multibn.torch_backend.layer.autograd import disable_dispatch_modes_in_recompute
 from multibn.torch_backend.layer.base import updates_running
 from multibn.torch_backend.layer.modules import call_node
 from multibn.torch_backend.norms.group_norm import SyncGroupsBase
@@ -33,12 +33,12 @@ class _SyncInstanceNorm(SyncGroupsBase, _NormBase):
             running = Running(mean, var, self.momentum or 0.0)
             if len(x) and updates_running(running, x):
                 means = batch.mean.mean(0), batch.var.mean(0)  # of the samples
-                with hidden_from_dispatch_modes():
+                with disable_dispatch_modes_in_recompute():
                     torch.ops.multibn.update_running(*running, *means, batch.count, batch.count)
         else:
-            functional.check_input(x, self.num_features)
+            validation.check_input(x, self.num_features)
             parameters = self.weight, self.bias, mean, var
-            y = functional.normalize_by_running(x, *parameters, eps=self.eps)
+            y = functional.normalize_with_running_stats(x, *parameters, eps=self.eps)
         return y.squeeze(0) if is_sample else y
 
 

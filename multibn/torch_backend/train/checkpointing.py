@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from multibn.engine import recompute
-from multibn.torch_backend.layer.autograd import hidden_from_dispatch_modes
+from multibn.torch_backend.layer.autograd import disable_dispatch_modes_in_recompute
 from multibn.torch_backend.layer.sub_batch_norm import Part
 
 
@@ -58,7 +58,7 @@ class _Recomputation:
 
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
-        with hidden_from_dispatch_modes():
+        with disable_dispatch_modes_in_recompute():
             for buffer, before in self._before.items():
                 # `.data` keeps the version counter: autograd has saved the buffer with these
                 # values, and a higher version would be an error in the backward pass.
@@ -70,6 +70,6 @@ class _Recomputation:
         if isinstance(module, Part) or not isinstance(module, _NormBase):
             return
         if torch.compiler.is_compiling() or threading.get_ident() == self._thread:
-            with hidden_from_dispatch_modes():
+            with disable_dispatch_modes_in_recompute():
                 for buffer in module.buffers(recurse=False):
                     self._before.setdefault(buffer, buffer.detach().clone())

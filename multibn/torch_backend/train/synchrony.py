@@ -15,12 +15,12 @@ from multibn._arrays import to_host
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.handshake import agree, allreduce_at
-from multibn.engine.consistency import check_equal, largest_group
+from multibn.engine.consistency import check_equal, common_group
 from multibn.engine.running import pool_running
 from multibn.kernels.steps import as_wide
 from multibn.torch_backend._torch_private import flatten_dense_tensors, unflatten_dense_tensors
 from multibn.torch_backend.layer import dtensors
-from multibn.torch_backend.layer.base import SyncNormBase, check_module
+from multibn.torch_backend.layer.base import LOCAL, SyncNormBase, check_module
 
 How: TypeAlias = Literal["broadcast", "pool"]
 
@@ -29,12 +29,13 @@ def participants(model: nn.Module, process_group: CommunicatorLike, /) -> Commun
     """The ranks of `process_group`, or of the model by the rule of `check_sync`. Not collective."""
     if process_group is not None:
         return as_communicator(process_group)
-    modules = list(model.modules())
-    for module in modules:
+    groups: dict[str, Communicator] = {}
+    for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             return as_communicator(module.process_group)
-    groups = [module.process_group for module in modules if isinstance(module, SyncNormBase)]
-    return largest_group([*groups, as_communicator()], parameter="process_group")
+        if isinstance(module, SyncNormBase) and module.process_group is not LOCAL:  # a ghost norm's
+            groups[name] = module.process_group
+    return common_group(groups, parameter="process_group")
 
 
 def check_sync(
@@ -54,8 +55,9 @@ def check_sync(
         each rank has other parts: `ignore=dict(model.named_parameters())` compares its buffers.
     process_group
         The ranks to compare, anything that `multibn.as_communicator` takes. Default: the ranks of a
-        DistributedDataParallel in the model; else the largest group of its synchronized layers, or
-        torch's default process group if that is larger.
+        DistributedDataParallel in the model; else the group that was given to all its synchronized
+        layers, `multibn.SingleProcess()` included, where a `multibn.Group` counts as its parent;
+        else torch's default process group. Split layers without a `process_group` do not count.
     ignore
         A pattern of names to leave out, or several: `["*.running_*", "*.num_batches_tracked"]` for
         batch norms that do not share statistics.
@@ -63,8 +65,8 @@ def check_sync(
     Raises
     ------
     ValueError
-        If `process_group` is None and a launcher started several processes, but neither the model's
-        layers nor torch.distributed name any process but this one.
+        If `process_group` is None and the model's layers were given unlike groups; or if a launcher
+        started several processes, but neither a layer nor torch.distributed has a group.
     TypeError
         If an array is sharded, quantized, nested or without data, or `ignore` is no pattern; on the
         other ranks RuntimeError.

@@ -112,6 +112,20 @@ def test_a_layer_built_as_one_reverts_to_any_dimensions() -> None:
         back(torch.randn(3))
 
 
+def test_a_layer_built_as_one_reverts_and_converts_to_the_same_class() -> None:
+    """Its calls take what they took: masks, residuals, an input of another dtype in evaluation."""
+    layer: Any = convert_sync_batchnorm(revert_sync_batchnorm(SyncBatchNorm(3)))
+    assert type(layer) is SyncBatchNorm
+    x = torch.randn(4, 3, dtype=torch.float64)
+    y = layer(x, x, mask=torch.tensor([True, True, True, False]))
+    assert y[:3].abs().sum() > 0
+    assert not y[3].any()
+    assert layer.eval()(x).dtype == torch.float64
+    split: Any = convert_sub_batchnorm(revert_sync_batchnorm(layer.train()), 2)
+    torch.testing.assert_close(split(x).view(2, 2, 3).mean(1), torch.zeros(2, 3).double())
+    assert type(revert_sync_batchnorm(split)) is BatchNorm
+
+
 def test_converting_again_changes_nothing() -> None:
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), SingleProcess())
     layer: Any = model[0]

@@ -196,7 +196,7 @@ WAYS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
 def test_a_warm_step_prepares_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step, x = WAYS[way](), _input()
     expected = step(x)
-    monkeypatch.setattr("multibn.torch_backend.layer.functional.check", None)
+    monkeypatch.setattr("multibn.torch_backend.layer.validation.validate_call", None)
     monkeypatch.setattr("multibn.torch_backend.layer.functional.Plan", None)
     torch.testing.assert_close(step(x), expected)
 

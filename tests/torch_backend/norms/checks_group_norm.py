@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # with axes before the 
 
 
 def oracle(numbers: list[Any], num_groups: int, eps: float) -> list[Any]:
-    """In float64: output, gradients of input, weight and bias; mean and variance of the groups."""
+    """Return the output, the gradients of input, weight and bias, mean and variance of groups."""
     x, dy, weight, bias = numbers
     of_channels = (-1, *[1] * (x.ndim - 2))
     grouped = x.reshape(len(x), num_groups, -1)
@@ -131,7 +131,7 @@ def check_one_compiled_rank_is_beside_eager_ones(world: Communicator) -> None:
 
 @only(sizes=(2, 4))
 def check_another_number_of_samples_or_groups_is_named(world: Communicator) -> None:
-    """In the first call, in a later one, and where the messages are of one length."""
+    """Name it in the first call, in a later one, and where the messages are of one length."""
     x, rank = torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(0)), world.size - 1
     last, errors = world.rank == rank, []
     # Samples and groups of the other ranks, and of the last.

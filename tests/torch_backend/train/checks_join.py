@@ -1,5 +1,7 @@
 """Training on uneven data in torch, and whether ranks agree, on real processes."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,11 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, Group, SingleProcess
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
+    SubBatchNorm1d,
     SyncBatchNorm,
     average_gradients,
+    convert_sub_batchnorm,
     convert_sync_batchnorm,
     join,
     sync_running_stats,
@@ -173,19 +177,45 @@ def check_breaking_off_on_one_rank_is_an_error_on_all(world: Communicator) -> No
     assert _loop([x], world, break_off=guilty) == 1
 
 
-def check_the_largest_group_of_layers_takes_part(world: Communicator) -> None:
-    """The ranks of the largest group of layers take part where no group is given."""
-    alone = world.split(world.rank)
-    counting = CountingCommunicator(world)
-    model = nn.Sequential(
-        convert_sync_batchnorm(nn.BatchNorm1d(3), alone),
-        convert_sync_batchnorm(nn.BatchNorm1d(3), counting),
-    )
-    with join(model) as joined:
-        assert joined.communicator is counting
-    with join(model, alone) as joined:
-        assert joined.communicator is alone
-    world.allreduce(torch.zeros(1))  # nobody leaves while another group still works
+def check_a_group_given_to_all_layers_is_that_of_the_functions(world: Communicator) -> None:
+    """Ranks with models of their own, then ranks 1 and 2 together, then all."""
+    pair = world.split(world.rank == 0)
+    x = torch.full((2, 1), float(world.rank))
+    for group in (SingleProcess(), Group(SingleProcess(), "machine"), pair, world):
+        model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1, momentum=1.0)), group)
+        model = copy.deepcopy(model)
+        norm, ranks = model[0], [[world.rank], [1, 2], [0, 1, 2]][group.size - 1]
+        mean = sum(ranks) / len(ranks)
+        norm.running_mean.fill_(world.rank)
+        sync_running_stats(model, how="pool")
+        assert norm.running_mean.item() == mean
+        update_bn_stats(model, [x], progress=False)
+        assert norm.running_mean.item() == mean
+        norm.weight.grad = x[0].clone()
+        average_gradients(model)
+        assert norm.weight.grad.item() == mean
+        expect_in_sync(model)
+        with join(model) as joined:
+            assert joined.communicator.size == len(ranks)
+    if world.rank:
+        alone = convert_sync_batchnorm(nn.BatchNorm1d(1), SingleProcess())
+        shared = convert_sync_batchnorm(nn.BatchNorm1d(1), pair)
+        unlike = (
+            r"unlike groups: SingleProcess\(\) in 0; .* in 1\. Pass the group of all ranks that"
+        )
+        with pytest.raises(ValueError, match=unlike):
+            expect_in_sync(nn.Sequential(alone, shared))
+
+
+def check_ghost_norms_are_layers_of_a_model_that_all_ranks_train(world: Communicator) -> None:
+    """A copy and a pickle, too. SingleProcess() that was given to such a layer is a choice."""
+    ghosts = [SubBatchNorm1d(2, 1), convert_sub_batchnorm(nn.BatchNorm1d(1), 2)]
+    group = None if isinstance(world, TorchDistributed) else world
+    for ghost in [pickle.loads(pickle.dumps(copy.deepcopy(layer))) for layer in ghosts]:
+        for rest in (nn.Identity(), convert_sync_batchnorm(nn.BatchNorm1d(1), group)):
+            if group is None or not isinstance(rest, nn.Identity):
+                assert join(nn.Sequential(ghost, rest)).communicator.size == world.size
+    assert join(SubBatchNorm1d(2, 1, process_group=SingleProcess())).communicator.size == 1
 
 
 def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
@@ -234,7 +264,7 @@ def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
     message = (
         r"`process_group` must say which ranks take part: got None, but the launcher "
         rf"started {world.size} processes \(OMPI_COMM_WORLD_SIZE={world.size}\), the model has "
-        "no layer that .* Pass a communicator, .* alone, pass multibn.SingleProcess"
+        "no layer with a group, .* Pass a communicator, .* alone, pass multibn.SingleProcess"
     )
     knows = isinstance(world, TorchDistributed)
     for helper in helpers[: 5 if knows else 6]:
