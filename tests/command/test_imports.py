@@ -17,7 +17,7 @@ PACKAGE = ROOT / "multibn"
 # A module imports from its own floor and from those below.
 FLOORS = """
 _typing _version _platform registry
-options
+options checkpoint.flax_variables
 _arrays checkpoint.files communicators.status_board
 wire communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watchdog
@@ -166,9 +166,9 @@ def test_modules_import_each_other_in_no_circles() -> None:
 @pytest.mark.parametrize(
     "module, absent",
     [
-        ("multibn.cli", ["torch", "chainer", "cupy", "mpi4py"]),
+        ("multibn.cli", ["torch", "chainer", "jax", "cupy", "mpi4py"]),
         ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random"]),
-        ("multibn.checkpoint", ["torch", "chainer", "safetensors", "numpy.random"]),
+        ("multibn.checkpoint", ["torch", "chainer", "jax", "safetensors", "numpy.random"]),
         (
             "multibn.torch",
             ["chainer", "cupy", "mpi4py", "torch._dynamo", "torch.distributed.tensor"],

@@ -103,10 +103,10 @@ def test_the_blocks_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = script(page)
-    parts = [part for part in ("chainer", "lightning", "mmengine") if part in code]
+    parts = [part for part in ("chainer", "flax", "lightning", "mmengine") if part in code]
     require.need("torch", *parts)
     for part in parts:
-        if part != "chainer":
+        if part not in ("chainer", "flax"):
             _import(f"multibn.torch.{part}")  # without the trainer's warnings
     monkeypatch.chdir(tmp_path)
     exec(compile(code, page, "exec"), {"__name__": page})
