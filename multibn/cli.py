@@ -15,7 +15,7 @@ from typing import Any
 from multibn import __version__, checkpoint, info
 from multibn.check import command as check
 from multibn.checkpoint import files
-from multibn.checkpoint.pool import pool
+from multibn.checkpoint.pool import pool_named_states
 from multibn.parity import command as parity
 
 
@@ -94,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     option("-o", dest="dst", type=Path, required=True, metavar="DST", help="file to write")
     option("--prefix", default="", metavar="P", help="pool only the keys below P")
     option("--average-parameters", action="store_true", help="average the other arrays")
+    norms = "names of instance norms that have running statistics, or patterns of names"
+    option("--instance-norms", nargs="+", default=(), metavar="NAME", help=norms)
     parity.add_arguments(add("parity", parity.run))
     return parser
 
@@ -148,7 +150,9 @@ def _pool(args: argparse.Namespace) -> int:
     if len({files.framework(path) for path in (*args.src, args.dst)}) > 1:
         raise ValueError(f"{args.dst}: must be of the framework of all SRC. Convert it afterwards.")
     states = [files.read(path, args.prefix) for path in args.src]
-    pooled = pool(states, args.counts, args.src, args.average_parameters)
+    pooled = pool_named_states(
+        states, args.counts, args.src, args.average_parameters, args.instance_norms
+    )
     verb = "replaced" if args.dst.exists() else "wrote"
     files.write(args.dst, pooled)
     args.done = f"{verb} {args.dst}: {len(pooled)} arrays"

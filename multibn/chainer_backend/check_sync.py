@@ -63,17 +63,27 @@ def check_sync(
     """
     check_link("model", model)
     arrays = {name: parameter.array for name, parameter in model.namedparams()}
+    parameters, statistics = set(arrays), set()
     for path, link in model.namedlinks():
         for name in link._persistent:
-            value = link.__dict__[name]
+            value, key = link.__dict__[name], f"{path.rstrip('/')}/{name}"
             is_array = value is None or isinstance(value, chainer.get_array_types())
-            arrays[f"{path.rstrip('/')}/{name}"] = value if is_array else _as_array(value)
+            arrays[key] = value if is_array else _as_array(value)
+            if hasattr(link, "avg_var"):
+                statistics.add(key)
     options = {
         path.rstrip("/"): vars(LinkOptions.of(link))
         for path, link in model.namedlinks()
         if isinstance(link, MultiNodeBatchNormalization)
     }
-    check_equal(arrays, participants(model, comm), options=options, ignore=ignore)
+    check_equal(
+        arrays,
+        participants(model, comm),
+        parameters=parameters,
+        statistics=statistics,
+        options=options,
+        ignore=ignore,
+    )
 
 
 def _as_array(value: Any) -> Any:

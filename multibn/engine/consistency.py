@@ -1,9 +1,10 @@
 """The ranks that act on a model together, and whether their models are equal."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,9 @@ from multibn.communicators.diagnostics import senders
 from multibn.communicators.handshake import agree, look_at_unread
 from multibn.communicators.resolve import default_group
 
-_STATISTICS = "running_", "avg_"  # the beginnings of their names
-_AT_MOST = 8  # names, arrays or ranks that an error message lists
+_MAX_LISTED = 8  # names, arrays or ranks in an error message
+
+Described: TypeAlias = Mapping[str, Mapping[str, str]]  # facts by the names of arrays and layers
 
 
 def common_group(groups: Mapping[str, Communicator], /, *, parameter: str) -> Communicator:
@@ -64,6 +66,8 @@ def check_equal(
     arrays: Mapping[str, Array | None],
     communicator: Communicator,
     *,
+    parameters: Collection[str],
+    statistics: Collection[str],
     options: Mapping[str, Mapping[str, object]] | None = None,
     ignore: Iterable[str] = (),
     copied: Callable[[Any], npt.NDArray[Any]] = to_host,
@@ -75,7 +79,9 @@ def check_equal(
     array that differs, of its size.
 
     `arrays` maps names to arrays of any library and device, or to None for an array without a value
-    yet. Names that match `ignore`, or a pattern of it, `"*.running_*"` for example, are left out.
+    yet. `parameters` and `statistics` are the names of trained arrays and of batch norms' running
+    statistics, by which the error names a cause; all other arrays are buffers of other modules.
+    Names that match `ignore`, or a pattern of it, `"*.running_*"` for example, are left out.
     `options` are those of the model's layers, by the layers' names; `copied` makes the copies.
     Raises TypeError if an array cannot be copied, RuntimeError then on the other ranks. Looks at
     what layers have sent from GPUs before, see `look_at_unread`.
@@ -110,15 +116,20 @@ def check_equal(
         raise refused
     if mark:
         raise RuntimeError(
-            f"rank {rank} cannot go on: an array of the model cannot be compared on "
-            f"{senders([mark], communicator.size)}. The error raised there says why."
+            "check_sync failed: an array of the model cannot be compared on "
+            f"{senders([mark], communicator.size)}. See the error there."
         )
     mine = [_digest(repr(facts).encode()) for facts in (described, digests)]
     built, held = zip(*gather(mine, communicator), strict=True)
     if len({*built}) > 1:
-        raise RuntimeError(_how_built(described, communicator))
+        raise RuntimeError(
+            f"the model must be the same on all {communicator.size} ranks. "
+            f"{differences(described, communicator)}. Build it from the same configuration, and "
+            "call it once on every rank if it initializes in its first call."
+        )
     if len({*held}) > 1:
-        raise RuntimeError(_how_different(names, copies, digests, communicator))
+        kinds = parameters, statistics
+        raise RuntimeError(_how_different(names, copies, digests, communicator, kinds))
 
 
 def _described(array: Array | None) -> dict[str, str]:
@@ -130,26 +141,27 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _how_built(described: Mapping[str, Mapping[str, str]], communicator: Communicator) -> str:
-    """The arrays and options by which each rank differs from rank 0. Collective."""
-    first, *others = gather(described, communicator)
+def differences(described: Described, communicator: Communicator) -> str:
+    """Return how the facts of some ranks differ from those of most ranks. Collective."""
+    every = gather(described, communicator)
+    common = _commonest(every)
     lines = []
-    for rank, own in enumerate(others, start=1):
-        findings = [f"has {each}" for each in _beyond(first, own)]
-        findings += [f"lacks {each}" for each in _beyond(own, first)]
+    for rank, own in enumerate(every):
+        findings = [f"has {each}" for each in _new_facts(every[common], own)]
+        findings += [f"lacks {each}" for each in _new_facts(own, every[common])]
         if findings:
             lines.append(f"rank {rank} {_shortened(findings)}")
-    return (
-        f"the model must be built alike on all {communicator.size} ranks. Compared with rank 0, "
-        f"{_shortened(lines, '; ')}. Build it from the same configuration, and call it once on "
-        "every rank if it initialises in its first call."
-    )
+    return f"Compared with rank {common}, {_shortened(lines, '; ')}"
 
 
-def _beyond(
-    known: Mapping[str, Mapping[str, str]], facts: Mapping[str, Mapping[str, str]]
-) -> Iterator[str]:
-    """The names of facts that are not among the known ones, with what is not known of each."""
+def _commonest(answers: Sequence[object]) -> int:
+    """Return the first of the ranks that have the commonest answer."""
+    texts = [repr(answer) for answer in answers]
+    return texts.index(Counter(texts).most_common(1)[0][0])
+
+
+def _new_facts(known: Described, facts: Described) -> Iterator[str]:
+    """Yield the entries of `facts` that are missing from, or different in, `known`."""
     for name, each in facts.items():
         new = [f"{k}={v}" for k, v in each.items() if known.get(name, {}).get(k) != v]
         if new:
@@ -161,57 +173,78 @@ def _how_different(
     copies: Sequence[npt.NDArray[Any]],
     digests: Sequence[str],
     communicator: Communicator,
+    kinds: tuple[Collection[str], Collection[str]],
 ) -> str:
-    """Which arrays differ from rank 0's, where, and by how much. Collective."""
+    """Return which arrays differ from those of most ranks, where, and how far. Collective."""
     by_rank = gather(digests, communicator)
+    common = _commonest(by_rank)
     differing = [i for i, texts in enumerate(zip(*by_rank, strict=True)) if len({*texts}) > 1]
     now = gather([_digest(copies[i].tobytes()) for i in differing], communicator)
     if all(each == now[0] for each in now):
         return (
             f"{len(differing)} of {len(names)} arrays have changed during the comparison, and are "
             f"now the same on all ranks: {_shortened([names[i] for i in differing])}. The ranks "
-            "share the model's memory, as those of torch.multiprocessing.spawn do that were handed "
+            "share the model's memory, for example because torch.multiprocessing.spawn received "
             "one model: build or copy (copy.deepcopy) the model in each process."
         )
-    distances = gather([_distance(copies[i], communicator) for i in differing], communicator)
+    distances = gather(
+        [_distance(copies[i], communicator, common) for i in differing], communicator
+    )
     lines = []
     for number, i in enumerate(differing):
-        ranks = [rank for rank, texts in enumerate(by_rank) if texts[i] != by_rank[0][i]]
+        ranks = [rank for rank, texts in enumerate(by_rank) if texts[i] != by_rank[common][i]]
         far = [f"{distances[rank][number]:.3g} on rank {rank}" for rank in ranks]
         is_seen = any(distances[rank][number] for rank in ranks)
         how = f"by up to {_shortened(far)}" if is_seen else f"on rank(s) {ranks}"
         lines.append(f"{names[i]} {how}")
-    statistics = {name for name in names if name.rpartition(".")[2].startswith(_STATISTICS)}
-    cause = ""
-    if statistics and statistics.isdisjoint(names[i] for i in differing):
-        cause = (
-            "Running statistics agree: gradients are not averaged (DistributedDataParallel, "
-            "average_gradients, or ChainerMN's multi-node optimizer does that), or the models "
-            "began with other numbers. "
-        )
-    elif statistics.issuperset(names[i] for i in differing):
-        cause = (
-            "Running statistics alone differ: these layers do not share theirs, or in groups "
-            "(convert_sync_batchnorm, create_mnbn_model and sync_running_stats change that). "
-        )
     return (
         f"{len(differing)} of {len(names)} arrays are not the same on all {communicator.size} "
-        f"ranks. They differ from rank 0's: {_shortened(lines, '; ')}. {cause}Broadcast them "
-        "from one rank, or leave out by `ignore` what is each rank's own."
+        f"ranks. They differ from rank {common}'s: {_shortened(lines, '; ')}. "
+        f"{_cause({names[i] for i in differing}, names, *kinds)}Broadcast them from one rank, or "
+        "pass names that may differ in `ignore`."
     )
 
 
-def _distance(mine: npt.NDArray[Any], communicator: Communicator) -> float:
-    """The largest absolute difference from rank 0's. Collective: one allreduce of the size.
+def _cause(
+    differing: set[str],
+    names: Sequence[str],
+    parameters: Collection[str],
+    statistics: Collection[str],
+) -> str:
+    """Return the likely cause, by the kinds of arrays that differ and agree; "" if unknown."""
+    are_statistics = differing.intersection(statistics)
+    if differing.intersection(parameters):
+        if are_statistics or not {*names}.intersection(statistics):
+            return ""
+        return (
+            "Running statistics agree: gradients are not averaged (DistributedDataParallel, "
+            "average_gradients, or ChainerMN's multi-node optimizer does that), or the models "
+            "were initialized differently. "
+        )
+    if are_statistics:
+        return (
+            "Parameters agree, running statistics differ: their layers are not synchronized, or "
+            "only within groups (convert_sync_batchnorm, create_mnbn_model and sync_running_stats "
+            "change that), or the framework's batch norm function updates them (call "
+            "sync_batch_norm with `running_mean` and `running_var`). "
+        )
+    return (
+        "Parameters and running statistics agree: each rank updates the others from its own data, "
+        "as codebooks, observers of quantization and normalizations that are not torch's do. "
+    )
 
-    0 where float64 shows none: of text and records, of huge integers, of 0 and -0.
+
+def _distance(mine: npt.NDArray[Any], communicator: Communicator, root: int) -> float:
+    """Return the largest absolute difference from rank `root`'s. Collective: one allreduce.
+
+    0 if float64 does not show the difference (text, records, huge integers, -0.0).
     """
     mine = mine.reshape(-1) if mine.dtype.kind in "biufcmM" else np.zeros(0)
     wide = (mine.view(mine.real.dtype) if np.iscomplexobj(mine) else mine).astype(np.float64)
-    first = communicator.allreduce(wide if communicator.rank == 0 else np.zeros_like(wide))
+    first = communicator.allreduce(wide if communicator.rank == root else np.zeros_like(wide))
     with np.errstate(invalid="ignore"):  # inf - inf
         return float(np.abs(wide - first).max(initial=0))
 
 
 def _shortened(items: Sequence[str], separator: str = ", ") -> str:
-    return separator.join(items[:_AT_MOST]) + " and more" * (len(items) > _AT_MOST)
+    return separator.join(items[:_MAX_LISTED]) + " and more" * (len(items) > _MAX_LISTED)

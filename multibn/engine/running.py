@@ -59,11 +59,14 @@ def running_variance(
 
 
 def pool_running(
-    mean: Array, var: Array, average: Callable[[Array], Array], /
+    mean: Array, var: Array, average: Callable[[Array], Array], /, *, between: Any = 1.0
 ) -> tuple[Array, Array]:
-    """Mean and variance of all models' data together, float64; `average` is over the models."""
+    """Return mean and variance of all models' data together, float64; `average` is over the models.
+
+    `between` is the weight of the variance between models: 1 for batch norms, 0 for instance norms.
+    """
     of_all = average(mean)
-    return of_all, average(var + (mean - of_all) ** 2)
+    return of_all, average(var + between * (mean - of_all) ** 2)
 
 
 class PopulationEstimator:

@@ -78,7 +78,7 @@ def test_parameters_are_averaged_on_request_only(framework: str) -> None:
     apart = states(framework)
     key = list(apart[0])[-1]
     apart[1][key] = apart[1][key] + 1
-    with pytest.raises(CheckpointError, match=f"statistics may differ: '{key}' are not equal in"):
+    with pytest.raises(CheckpointError, match=f"states differ in '{key}', but only running stat"):
         pool_states(apart, COUNTS)
     pool = pool_states(apart, COUNTS, average_parameters=True)
     expected = np.eye(2) + COUNTS[1] / sum(COUNTS)
@@ -116,7 +116,7 @@ def test_the_first_count_may_be_next_to_nothing() -> None:
 
 
 def test_integers_are_never_averaged() -> None:
-    with pytest.raises(CheckpointError, match=r"may differ: 'steps' .* Leave them out"):
+    with pytest.raises(CheckpointError, match=r"states differ in 'steps', .* Leave these arrays"):
         pool_states([{"steps": np.asarray(i)} for i in (1, 3)], [1, 1], average_parameters=True)
 
 
@@ -141,7 +141,7 @@ def test_states_of_unlike_models_are_refused(change: dict[str, Any], message: st
 
 def test_a_mean_and_a_variance_of_other_shapes_are_no_statistics() -> None:
     odd = [state(np.zeros(1), np.full(C, i), "chainer") for i in range(2)]
-    with pytest.raises(CheckpointError, match="only running statistics may differ: 'bn/avg_var'"):
+    with pytest.raises(CheckpointError, match="states differ in 'bn/avg_var', but only running"):
         pool_states(odd, [1, 1])
 
 
@@ -166,10 +166,10 @@ def test_wrong_counts_are_refused(counts: Any, message: str) -> None:
     [
         (
             lambda s: [list(one.values()) for one in s],
-            r"list in the list\. Of a list of arrays, pas",
+            r"list in the list\. Convert lists of arrays",
         ),
-        (lambda s: dict(enumerate(s)), "got dict. Of a list"),
-        (iter, "got list_iterator. Of a list"),
+        (lambda s: dict(enumerate(s)), "got dict. Convert"),
+        (iter, "got list_iterator. Conv"),
     ],
 )
 def test_states_that_are_no_list_of_dicts_are_refused(make: Any, message: str) -> None:
@@ -193,6 +193,83 @@ def test_a_state_that_is_not_finite_is_refused_by_name(
     command = ["pool", *map(str, paths), "-o", str(tmp_path / "dst.npz"), "--counts", "1", "2", "3"]
     assert cli.main(command + ["--average-parameters"] * average) == 2
     assert f"NaN or infinity in {paths[1]}. Leave" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize(
+    "mean, var",
+    [
+        ("bn/moving_mean", "bn/moving_variance"),  # Keras
+        ("bn._mean", "bn._variance"),  # Paddle
+        ("bn/~/mean_ema/average", "bn/~/var_ema/average"),  # Haiku
+        ("batch_stats/bn/mean", "batch_stats/bn/var"),  # flax
+        ("bn.mean", "bn.var"),  # flax, beside the parameters of the layer
+        ("bn.regular_running_mean", "bn.regular_running_var"),  # escnn
+        ("running_mean", "running_var"),
+    ],
+)
+def test_statistics_are_known_by_the_names_of_each_framework(
+    mean: str, var: str, average: bool
+) -> None:
+    """The mean of the variances would be 1."""
+    apart = [{mean: np.full(2, m), var: np.ones(2), "bn.scale": np.ones(2)} for m in (0.0, 8.0)]
+    pooled = pool_states(apart, [1, 1], average_parameters=average)
+    assert pooled[mean].tolist() == [4, 4]
+    assert pooled[var].tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("names", [("mean", "var"), ("a.posterior_mean", "a.posterior_variance")])
+def test_parameters_of_other_models_are_no_statistics(names: tuple[str, str]) -> None:
+    apart = [dict(zip(names, np.full((2, 3), m), strict=True)) for m in (0.0, 8.0)]
+    assert pool_states(apart, [1, 1], average_parameters=True)[names[1]].tolist() == [4] * 3
+    with pytest.raises(CheckpointError, match="; rename running statistics to running_mean and"):
+        pool_states(apart, [1, 1])
+
+
+def test_named_instance_norms_have_the_mean_of_the_variances(tmp_path: Path, capsys: Any) -> None:
+    """All data in one process give the same running statistics."""
+    torch.manual_seed(0)
+    data = torch.randn(8, C, 5, 5) + 6 * torch.arange(8)[:, None, None, None]
+
+    def trained(x: Any) -> dict[str, Any]:
+        norms = (nn.InstanceNorm2d(C, track_running_stats=True, momentum=1), nn.BatchNorm2d(C))
+        model = nn.ModuleDict(dict(zip(("in", "bn"), norms, strict=True)))
+        for norm in norms:
+            norm(x)
+        return model.state_dict()
+
+    expected = trained(data)["in.running_var"]
+    apart = [trained(data[:2]), trained(data[2:])]
+    for names in (["in"], ["i*", "in"], "in"):
+        pooled = pool_states(apart, [2, 6], instance_norms=names)
+        torch.testing.assert_close(pooled["in.running_var"], expected)
+        for key in ("in.running_mean", "bn.running_var"):
+            assert torch.equal(pooled[key], pool_states(apart, [2, 6])[key])
+    with pytest.raises(ValueError, match=r"must match layers .*: got 'out' for 'in', 'bn'"):
+        pool_states(apart, [2, 6], instance_norms=["in", "out"])
+    paths = [str(plain.make(tmp_path / f"{i}.pt", one)) for i, one in enumerate(apart)]
+    command = ["pool", *paths, "-o", str(tmp_path / "c.pt"), "--counts", "2", "6"]
+    assert cli.main([*command, "--instance-norms", "in"]) == 0
+    written = files.read(tmp_path / "c.pt", "")
+    torch.testing.assert_close(written["in.running_var"], expected)
+    assert cli.main([*command, "--instance-norms", "out"]) == 2
+    assert "got 'out' for 'in', 'bn'" in capsys.readouterr().err
+
+
+def test_a_negative_variance_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:
+    """A server's Adam makes one, and the mean with others hides it; a mean may be negative."""
+    for framework, key in (("torch", "bn.running_var"), ("chainer", "bn/avg_var")):
+        apart = states(framework)
+        apart[1][key][0] = -0.2
+        found = rf"^'{key}' must not be negative, as a variance: got -0.2 in states\[1\]\. L"
+        with pytest.raises(FloatingPointError, match=found):
+            pool_states(apart, COUNTS, average_parameters=framework == "torch")
+    paths = [str(plain.make(tmp_path / f"{i}.npz", one)) for i, one in enumerate(apart)]
+    command = ["pool", *paths, "-o", str(tmp_path / "c.npz"), "--counts", "1", "2", "3"]
+    assert cli.main(command) == 2
+    assert f"'bn/avg_var' must not be negative, as a variance: got -0.2 in {paths[1]}. L" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])

@@ -9,8 +9,15 @@ import pytest
 from multibn import SingleProcess, as_communicator
 from multibn.communicators import Communicator
 from multibn.engine import consistency
-from multibn.engine.consistency import check_equal, common_group
+from multibn.engine.consistency import common_group
 from tests.helpers.ranks import CountingCommunicator, run_ranks
+
+
+def check_equal(arrays: dict[str, Any], world: Communicator, **options: Any) -> None:
+    """Compare arrays, of which those of a "bn." are statistics and `codes` a buffer."""
+    statistics = {name for name in arrays if name.startswith("bn.")}
+    parameters = arrays.keys() - statistics - {"codes"}
+    consistency.check_equal(arrays, world, parameters=parameters, statistics=statistics, **options)
 
 
 def _arrays(rank: int) -> dict[str, Any]:
@@ -61,24 +68,55 @@ def _says(arrays: Any) -> str:
     return first
 
 
-def test_statistics_alone_that_differ_tell_of_layers_that_do_not_share() -> None:
+_CAUSES = {
+    "weight": "Running statistics agree: gradients are not averaged (Distr",
+    "bn": "Parameters agree, running statistics differ: their layers are not synchronized, or",
+    "codes": "Parameters and running statistics agree: each rank updates the others from its own",
+}
+
+
+@pytest.mark.parametrize(
+    "differing, cause",
+    [
+        (["weight"], "weight"),
+        (["weight", "codes"], "weight"),
+        (["bn.running_mean"], "bn"),
+        (["bn.avg_mean"], "bn"),
+        (["bn.num_batches_tracked"], "bn"),
+        (["bn.running_mean", "codes"], "bn"),
+        (["codes"], "codes"),
+        (["weight", "bn.running_mean"], None),
+    ],
+)
+def test_the_kinds_of_arrays_that_differ_tell_the_cause(differing: Any, cause: Any) -> None:
+    """A kind is what an array is for, and not how its name begins."""
+
     def arrays(rank: int) -> dict[str, Any]:
-        return {"bn.running_mean": np.full(1, rank), "weight": np.full(1, 0)}
+        names = "weight", "codes", "bn.running_mean", "bn.avg_mean", "bn.num_batches_tracked"
+        return {name: np.full(1, rank * (name in differing)) for name in names}
 
-    assert "alone differ: these layers do not share theirs, or in groups (conv" in _says(arrays)
+    said = _says(arrays)
+    assert [kind for kind, words in _CAUSES.items() if words in said] == [cause] * bool(cause)
+    without = _says(lambda rank: {"weight": np.full(1, rank)})
+    assert not any(words in without for words in _CAUSES.values())
 
 
-@pytest.mark.parametrize("statistics", ["bn.running_mean", "bn.avg_mean"])
-@pytest.mark.parametrize("which", [0, 1])
-def test_parameters_alone_that_differ_tell_of_gradients(statistics: str, which: int) -> None:
-    def arrays(rank: int) -> dict[str, Any]:
-        return {statistics: np.full(1, rank * which), "weight": np.full(1, rank)}
+@pytest.mark.parametrize("guilty", [0, 1, 2])
+def test_the_rank_that_differs_from_most_is_named(guilty: int) -> None:
+    def check(world: Communicator) -> None:
+        is_guilty = world.rank == guilty
+        other = int(guilty == 0)
+        found = rf"They differ from rank {other}'s: weight by up to 1 on rank {guilty}\. B"
+        with pytest.raises(RuntimeError, match=found):
+            check_equal({"weight": np.full(1, is_guilty)}, world)
+        arrays = {"weight": np.zeros(1), **({"more": np.zeros(2)} if is_guilty else {})}
+        found = (
+            rf"Compared with rank {other}, rank {guilty} has more with shape=\(2,\), [^;]*64\. B"
+        )
+        with pytest.raises(RuntimeError, match=found):
+            check_equal(arrays, world)
 
-    said = (
-        "Running statistics agree: gradients are not averaged (DistributedDataParallel, average_g"
-    )
-    assert (said in _says(arrays)) is (which == 0)
-    assert said not in _says(lambda rank: {"weight": np.full(1, rank)})
+    run_ranks(3, check)
 
 
 def test_ranks_that_share_the_memory_of_a_model_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

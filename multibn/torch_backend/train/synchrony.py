@@ -1,21 +1,24 @@
 """Equal models on all ranks: a check, and means over ranks of gradients and running statistics."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from multibn import wire
 from multibn._arrays import to_host
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
+from multibn.communicators.diagnostics import display_name, senders
 from multibn.communicators.handshake import agree, allreduce_at
-from multibn.engine.consistency import check_equal, common_group
+from multibn.engine.consistency import check_equal, common_group, differences
 from multibn.engine.running import pool_running
 from multibn.kernels.steps import as_wide
 from multibn.torch_backend._torch_private import flatten_dense_tensors, unflatten_dense_tensors
@@ -82,22 +85,36 @@ def check_sync(
     >>> check_sync(model)  # passes on one rank
     """
     check_module("model", model)
-    named = chain(model.named_parameters(), model.named_buffers())
+    parameters = dict(model.named_parameters())
+    named = chain(parameters.items(), model.named_buffers())
     arrays = {name: None if is_lazy(t) else t for name, t in named}
+    statistics = {
+        f"{path}.{name}".lstrip(".")
+        for path, layer in model.named_modules()
+        if isinstance(layer, _NormBase)
+        for name in layer._buffers
+    }
     options = {
         name: vars(layer.norm_options)
         for name, layer in model.named_modules()
         if isinstance(layer, SyncNormBase)
     }
-    ranks = participants(model, process_group)
-    check_equal(arrays, ranks, options=options, ignore=ignore, copied=_dense_on_host)
+    check_equal(
+        arrays,
+        participants(model, process_group),
+        parameters=parameters,
+        statistics=statistics,
+        options=options,
+        ignore=ignore,
+        copied=_dense_on_host,
+    )
 
 
 def _dense_on_host(t: Tensor) -> Any:
     if dtensors.among([t]):
         raise TypeError(
-            "each rank has a part of it. Of parameters that are all sharded, as by FSDP2, "
-            "`ignore=dict(model.named_parameters())` leaves the buffers to compare."
+            "it is sharded over the ranks. If all parameters are sharded (FSDP2), pass "
+            "`ignore=dict(model.named_parameters())` to compare the buffers alone."
         )
     return to_host(t if t.layout is torch.strided else t.to_dense())
 
@@ -114,19 +131,24 @@ def sync_running_stats(
     Parameters
     ----------
     model
-        Every `_BatchNorm` in it that has running statistics, in any mode.
+        Every batch norm and instance norm of torch's in it that has running statistics, in any
+        mode, subclasses included.
     process_group
         The ranks whose statistics become equal, as in `check_sync`.
     how
         `"broadcast"`: rank 0's statistics and counters `num_batches_tracked`. `"pool"`: statistics
         of the ranks' data together, if all ranks had equally much data: the mean of the means, and
         by the law of total variance the mean of the variances plus the biased variance (divided by
-        the number of ranks) of the means; counters stay.
+        the number of ranks) of the means; counters stay. An instance norm's variance is a mean over
+        samples: the mean of the variances alone.
 
     Raises
     ------
     ValueError
         If `how` is neither; for `process_group` as `check_sync`.
+    FloatingPointError
+        On all ranks, if a statistic to broadcast or pool is NaN or infinite, or a variance is
+        negative.
 
     Examples
     --------
@@ -137,29 +159,54 @@ def sync_running_stats(
     """
     check_module("model", model)
     check_choice("how", how, How)
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    means = [m.running_mean for m in layers if m.running_mean is not None]
-    variances = [m.running_var for m in layers if m.running_var is not None]
-    counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
-    if not means:
+    layers = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, _NormBase) and not (m.running_mean is None or m.running_var is None)
+    }
+    if not layers:
         return
+    means, variances = zip(*((m.running_mean, m.running_var) for m in layers.values()), strict=True)
     communicator = participants(model, process_group)
+    rank = communicator.rank
 
-    def total(a: Tensor) -> Tensor:
-        return allreduce_at(communicator, a, "sync_running_stats")
-
-    def flat(buffers: Sequence[Tensor]) -> Tensor:
+    def flat(buffers: Iterable[Tensor]) -> Tensor:
         return flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
 
+    def total(a: Tensor) -> Tensor:
+        summed = allreduce_at(communicator, a, "sync_running_stats")
+        is_wrong = ~(summed.abs() < wire.LARGEST_SUM)
+        if is_wrong.any():
+            at = int(is_wrong.nonzero()[0])
+            names = [name for name, m in layers.items() for _ in range(m.running_mean.numel())]
+            where = senders(summed[at : at + 1].tolist(), communicator.size)
+            raise FloatingPointError(
+                "running statistics must be finite, and variances not negative: got others in "
+                f"{display_name(names[at] or 'the layer')} on {where}. Restore them from a "
+                "checkpoint, or recompute them with update_bn_stats."
+            )
+        return summed
+
+    mean, var = flat(means), flat(variances)
+    is_sound = mean.isfinite() & var.isfinite() & (var >= 0)
+    mean = torch.where(is_sound, mean, wire.mark(rank))
     if how == "broadcast":
+        counters = [m.num_batches_tracked for m in layers.values()]
+        counters = [counter for counter in counters if counter is not None]
         buffers = [*means, *variances, *counters]
-        mine = flat(buffers)
+        mine = torch.cat([mean, var, flat(counters)] if counters else [mean, var])
         # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
-        result = total(mine if communicator.rank == 0 else torch.zeros_like(mine))
+        result = total(mine if rank == 0 else torch.zeros_like(mine))
     else:
         buffers = [*means, *variances]
-        mean, var = flat(means), flat(variances)
-        result = torch.cat(pool_running(mean, var, lambda a: total(a) / communicator.size))
+        # An instance norm's statistics are means over samples, each with a variance of its own.
+        between = flat(
+            torch.full_like(m.running_var, not isinstance(m, _InstanceNorm))
+            for m in layers.values()
+        )
+        result = torch.cat(
+            pool_running(mean, var, lambda a: total(a) / communicator.size, between=between)
+        )
     for buffer, part in zip(buffers, unflatten_dense_tensors(result, buffers), strict=True):
         buffer.copy_(part)
 
@@ -173,7 +220,7 @@ def average_gradients(
     Does the work of DistributedDataParallel over any communicator, for example MPI without
     torch.distributed. Call it between backward() and the optimizer's step.
     Collective: every rank must call it, with the same parameters; one allreduce for each dtype
-    and device, and one small one, by which ranks with other parameters are told.
+    and device, and a small one that checks that all ranks pass the same parameters.
 
     Parameters
     ----------
@@ -190,9 +237,9 @@ def average_gradients(
     TypeError
         If a parameter is sharded, or no tensor.
     ValueError
-        For `process_group` as `check_sync`; for an iterator without a parameter left.
+        For `process_group` as `check_sync`, or if `parameters` is an exhausted iterator.
     RuntimeError
-        On all ranks, if shapes, dtypes or needs of gradients differ.
+        On all ranks, if names, shapes, dtypes or requires_grad differ; it names the ranks.
 
     Examples
     --------
@@ -205,21 +252,22 @@ def average_gradients(
     >>> model.weight.grad
     tensor([[1., 1.]])
     """
-    model = nn.Module()
+    model, names = nn.Module(), iter(())
     if isinstance(parameters, nn.Module):
-        model, parameters = parameters, [*parameters.parameters()]
+        model, named = parameters, dict(parameters.named_parameters())
+        names, parameters = iter(named), [*named.values()]
     elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
         parameters = [parameters]
     is_iterator, parameters = isinstance(parameters, Iterator), list(parameters)
     if is_iterator and not parameters:
         raise ValueError(
-            "`parameters` must not be used up: got an iterator without a parameter left. Pass "
-            "the model, or a list."
+            "`parameters` must have a parameter left: got an exhausted iterator. Pass the model "
+            "or a list."
         )
     if dtensors.among(parameters):
         raise TypeError(
             "`parameters` must not be sharded: got a DTensor. FSDP averages gradients by itself: "
-            "leave this call out."
+            "remove this call."
         )
     if wrong := [p for p in parameters if not isinstance(p, Tensor)]:
         raise TypeError(
@@ -228,13 +276,17 @@ def average_gradients(
         )
     communicator = participants(model, process_group)
     dtypes = [getattr(p, "grad_dtype", None) or p.dtype for p in parameters]
-    told = [(*p.shape, dtype, p.requires_grad) for p, dtype in zip(parameters, dtypes, strict=True)]
-    is_alike, _ = agree(communicator, "average_gradients", repr(told))
+    facts = [
+        {"shape": str(tuple(p.shape)), "dtype": str(dtype), "requires_grad": str(p.requires_grad)}
+        for p, dtype in zip(parameters, dtypes, strict=True)
+    ]
+    is_alike, _ = agree(communicator, "average_gradients", repr(facts))
     if not is_alike:
+        described = {next(names, f"parameters[{i}]"): each for i, each in enumerate(facts)}
         raise RuntimeError(
-            "`parameters` must be the same on all ranks, in one order, and the same ones must need "
-            f"gradients: got others on some rank than on rank {communicator.rank}. Build and "
-            "freeze the model alike, and do not pass a set."
+            "`parameters` must have the same order, shapes, dtypes and requires_grad on all ranks. "
+            f"{differences(described, communicator)}. Build and freeze the model identically on "
+            "all ranks, and do not pass a set."
         )
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for p, dtype in zip(parameters, dtypes, strict=True):

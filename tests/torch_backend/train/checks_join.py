@@ -5,6 +5,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def check_arrays_of_any_kind_are_compared_or_named(world: Communicator) -> None:
     for right in (turned, turned.imag, *others, eye[:0]):
         model.register_buffer("b", right)
         expect_in_sync(model, world)
-    of_others = pytest.raises(RuntimeError, match=r"cannot be compared on rank\(s\) \[1\] of 3\. T")
+    of_others = pytest.raises(RuntimeError, match=r"cannot be compared on rank\(s\) \[1\] of 3\. S")
     for wrong in (torch.ones(2, device="meta"), torch.ones((), device="meta")):
         model.register_buffer("b", wrong if world.rank == 1 else eye)
         own = pytest.raises(
@@ -241,7 +242,7 @@ def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
     assert layer.weight.grad.tolist() == [mean]
     used_up = iter([layer.weight])
     average_gradients(used_up, world)
-    with pytest.raises(ValueError, match="`parameters` must not be used up: got an iterator"):
+    with pytest.raises(ValueError, match="`parameters` must have a parameter left: got an exh"):
         average_gradients(used_up, world)
     layer.weight.grad = layer.weight.grad.to_sparse()
     average_gradients(model)
@@ -301,8 +302,75 @@ def check_differences_of_models_are_found(world: Communicator) -> None:
         del model[0].num_batches_tracked
         model[2].eps = 1e-3
     message = (
-        r"built alike.*rank 1 has 2 with eps=0\.001, lacks "
+        r"the same on all .*rank 1 has 2 with eps=0\.001, lacks "
         r"0\.num_batches_tracked with shape=\(\), dtype=torch\.int64, lacks 2 with eps=1e-05\."
     )
     with pytest.raises(RuntimeError, match=message):
         expect_in_sync(model, world)
+
+
+def _norms(guilty: str) -> Any:
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(1), nn.InstanceNorm1d(1, track_running_stats=True, affine=True)]
+    model: Any = nn.Sequential(*norms, nn.Linear(1, 1))
+    model.register_buffer("codes", torch.zeros(1))
+    if guilty == "gone":
+        model[0].weight = None
+    elif guilty == "frozen":
+        model[2].weight.requires_grad_(False)
+    elif guilty == "wide":
+        model[2] = nn.Linear(1, 1, dtype=torch.float64)
+    return model
+
+
+def check_gradients_of_other_parameters_name_the_guilty_rank(world: Communicator) -> None:
+    """Each rank names the one that differs from most, and what it has or lacks there."""
+    changes = {
+        "gone": r"lacks 0\.weight with shape=\(1,\), dtype=torch\.float32, requires_grad=True\. B",
+        "frozen": r"has 2\.weight with requires_grad=False, lacks 2\.weight with requires",
+        "wide": r"has 2\.weight with dtype=torch\.float64, has 2\.bias with",
+    }
+    for guilty, (change, found) in product(range(world.size), changes.items()):
+        other = int(guilty == 0)
+        model = _norms(change if world.rank == guilty else "")
+        message = rf"requires_grad on all ranks\. Compared with rank {other}, rank {guilty} "
+        with pytest.raises(RuntimeError, match=message + found):
+            average_gradients(model, world)
+    given = [] if world.rank == 1 else nn.Linear(1, 1).parameters()
+    with pytest.raises(RuntimeError, match=r"rank 1 lacks parameters\[0\] with"):
+        average_gradients(given, world)
+
+
+def check_instance_norms_become_equal_and_differences_name_a_cause(world: Communicator) -> None:
+    model = _norms("")
+    for layer in model[:2]:
+        layer.running_mean += world.rank
+        layer.running_var += world.rank
+    with pytest.raises(RuntimeError, match="Parameters agree, running statistics differ: the"):
+        expect_in_sync(model, world)
+    mean = (world.size - 1) / 2
+    sync_running_stats(model, world, "pool")
+    assert model[0].running_var.item() == pytest.approx(1 + mean + (world.size**2 - 1) / 12)
+    assert model[1].running_var.item() == pytest.approx(1 + mean)
+    assert model[0].running_mean.item() == model[1].running_mean.item() == mean
+    expect_in_sync(model, world)
+    model.codes += world.rank
+    with pytest.raises(RuntimeError, match=r"codes .* Parameters and running statistics agree: e"):
+        expect_in_sync(model, world)
+
+
+def check_statistics_that_no_data_have_are_named(world: Communicator) -> None:
+    """An optimizer of a server's, for example, makes variances negative."""
+    hows: tuple[Any, Any] = "pool", "broadcast"
+    for how, value, number in product(hows, (-0.2, torch.nan, torch.inf), (0, 1)):
+        model, name = _norms(""), ("running_var", "running_mean")[number]
+        guilty = 0 if how == "broadcast" else number
+        if world.rank == guilty:
+            model[number].get_buffer(name).fill_(value)
+        if name == "running_mean" and value == -0.2:
+            sync_running_stats(model, world, how)  # a mean may be negative
+            continue
+        message = "running statistics must be finite, and variances not negative: got others in "
+        found = rf"{message}layer {number} on rank\(s\) \[{guilty}\]"
+        with pytest.raises(FloatingPointError, match=found):
+            sync_running_stats(model, world, how)
