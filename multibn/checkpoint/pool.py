@@ -9,7 +9,7 @@ import numpy as np
 from multibn._arrays import from_host
 from multibn._typing import Array, check_bool, check_number
 from multibn.checkpoint import files
-from multibn.checkpoint.translate import some
+from multibn.checkpoint.translate import format_keys
 from multibn.engine.running import pool_running
 
 # Mean and variance of torch, Chainer, Keras, Paddle, Haiku and flax: the ends of their keys.
@@ -149,10 +149,10 @@ def pool_named_states(
     names = [layer[:-1] for layer, *_ in statistics]
     patterns = [instance_norms] if isinstance(instance_norms, str) else instance_norms
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fnmatchcase(name, str(pattern)) for name in names):
             raise ValueError(
                 f"`instance_norms` must match layers that have running statistics: got {pattern!r} "
-                f"for {some(names) or 'none'}."
+                f"for {format_keys(names) or 'none'}."
             )
     for name, (_, mean, var) in zip(names, statistics, strict=True):
         is_instance = any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -162,9 +162,9 @@ def pool_named_states(
     unequal = {key for key in hosts[0] if len({host[key].tobytes() for host in hosts}) > 1}
     if refused := unequal - pooled.keys():
         raise files.CheckpointError(
-            f"states differ in {some(sorted(refused))}, but only running statistics are pooled by "
-            "default. Leave these arrays out; rename running statistics to running_mean and "
-            "running_var; average other floating-point arrays by average_parameters=True."
+            f"states differ in {format_keys(sorted(refused))}, but only running statistics are "
+            "pooled by default. Leave these arrays out; rename running statistics to running_mean "
+            "and running_var; average other floating-point arrays by average_parameters=True."
         )
     result = dict(states[0])
     for key, a in pooled.items():

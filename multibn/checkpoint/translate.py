@@ -18,14 +18,14 @@ Names: TypeAlias = Mapping[str, str | None]
 
 
 class Converted(NamedTuple):
-    """A model's state under its new names, and notes: sentences on what is not carried over.
+    """The converted state of a model, and notes about what could not be converted.
 
     Attributes
     ----------
     state
         The arrays, by their new names.
     notes
-        The sentences.
+        Messages about information that the source file does not contain.
 
     Examples
     --------
@@ -34,16 +34,16 @@ class Converted(NamedTuple):
     >>> state, notes = chainer_to_torch({"avg_mean": np.zeros(3), "avg_var": np.ones(3)})
     >>> list(state)
     ['running_mean', 'running_var', 'num_batches_tracked']
-    >>> print(notes[0].partition(",")[0])
-    give the layers the eps and momentum of the source
+    >>> print(notes[0].partition(":")[0])
+    set the eps and momentum of the source model in the target's layers
     """
 
     state: dict[str, Any]
     notes: tuple[str, ...]
 
 
-class Words(NamedTuple):
-    """A framework's words for the parts of a state."""
+class KeyNames(NamedTuple):
+    """The names that a framework gives to the arrays of a state."""
 
     framework: str
     separator: str
@@ -51,21 +51,21 @@ class Words(NamedTuple):
     norm: tuple[str, str, str, str, str]  # of batch norm: scale, shift, mean, variance, counter
 
 
-CHAINER = Words("chainer", "/", ("W", "b"), ("gamma", "beta", "avg_mean", "avg_var", "N"))
-TORCH = Words(
+CHAINER = KeyNames("chainer", "/", ("W", "b"), ("gamma", "beta", "avg_mean", "avg_var", "N"))
+TORCH = KeyNames(
     "torch",
     ".",
     ("weight", "bias"),
     ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
 )
 # flax counts no batches: the last word is torch's, and is not written.
-FLAX = Words(
+FLAX = KeyNames(
     "flax",
     flax_variables.SEPARATOR,
     ("kernel", "bias"),
     ("scale", "bias", "mean", "var", "num_batches_tracked"),
 )
-WORDS = {words.framework: words for words in (CHAINER, TORCH, FLAX)}
+KEY_NAMES = {words.framework: words for words in (CHAINER, TORCH, FLAX)}
 
 
 def convert(
@@ -131,8 +131,8 @@ def convert(
     <All keys matched successfully>
     """
     read, written = Path(src), Path(dst)
-    old = WORDS[files.framework(read, source)]
-    new = WORDS[files.framework(written, target)]
+    old = KEY_NAMES[files.framework(read, source)]
+    new = KEY_NAMES[files.framework(written, target)]
     if count is not None:
         check_number("count", count, "(1, inf)")
     state = files.read(read, prefix, source)
@@ -147,9 +147,9 @@ def convert(
 def chainer_to_torch(arrays: Mapping[str, Array], /, *, names: Names | None = None) -> Converted:
     """Translate the state of a Chainer model to torch's names.
 
-    `predictor/bn/gamma` becomes `predictor.bn.weight`, and likewise beta and b bias, W weight,
-    avg_mean running_mean, avg_var running_var. The layouts of Linear, EmbedID, convolutions and
-    deconvolutions are the same in both frameworks.
+    `predictor/bn/gamma` becomes `predictor.bn.weight`: gamma and W -> weight, beta and b -> bias,
+    avg_mean -> running_mean, avg_var -> running_var. The layouts of Linear, EmbedID, convolutions
+    and deconvolutions are the same in both frameworks.
 
     Parameters
     ----------
@@ -204,8 +204,8 @@ def torch_to_chainer(state: Mapping[str, Any], /, *, names: Names | None = None)
 
 def _translate(
     state: Mapping[str, Any],
-    source: Words,
-    target: Words,
+    source: KeyNames,
+    target: KeyNames,
     names: Names | None,
     transposed: Collection[str] = (),
     count: float | None = None,
@@ -215,16 +215,16 @@ def _translate(
     old, new = source.separator, target.separator
     names = names or {}
     if not isinstance(names, Mapping) or not all(isinstance(v or "", str) for v in names.values()):
-        raise CheckpointError(f"`names` must give each name a str or None: got {names!r:.99}.")
+        raise CheckpointError(f"`names` must map str to str or None: got {names!r:.99}.")
     if idle := [name for name in names if not any(_is_below(key, name, old) for key in state)]:
         raise CheckpointError(
-            f"every entry of `names` must match a key or a prefix: {some(idle)} match none. "
+            f"every entry of `names` must match a key or a prefix: {format_keys(idle)} match none. "
             "Correct or remove them."
         )
     layers = {key.rpartition(old)[0] for key in state}
     if idle := [layer for layer in transposed if layer not in layers]:
         raise CheckpointError(
-            f"every entry of `transposed` must be a layer: {some(idle)} have no array. "
+            f"every entry of `transposed` must be a layer: {format_keys(idle)} have no array. "
             "Correct or remove them."
         )
     norms: list[str] = []
@@ -257,16 +257,15 @@ def _translate(
             name = new.join(filter(None, (name, rest.replace(old, new), known)))
         if not name or not name.isprintable() or name in origins:
             raise CheckpointError(
-                f"every key must get a name of its own: {key!r:.99} becomes {name!r:.99}"
+                f"new names must be unique and printable: {key!r:.99} would become {name!r:.99}"
                 f"{f', as {origins[name]!r:.99} does' if name in origins else ''}. Pass another "
                 "name in `names`."
             )
         origins[name] = key
     if unknown:
         raise CheckpointError(
-            f"every key must have a place in {target.framework}: {some(unknown)} "
-            f"{'has' if len(unknown) == 1 else 'have'} none. Name them in `names` (None leaves one "
-            "out), or select the model with `prefix`."
+            f"no name in {target.framework} is known for {format_keys(unknown)}. Map them in "
+            "`names` (None leaves an array out), or select the model with `prefix`."
         )
     if not origins:
         raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
@@ -274,21 +273,27 @@ def _translate(
     for wrapper in ("module", "_orig_mod"):  # of DistributedDataParallel and torch.compile
         if all(name.startswith(wrapper + new) for name in origins):
             notes.append(
-                f"all keys are below {wrapper!r}, which wraps a model: pass `prefix` {wrapper!r} "
-                f"(--prefix {wrapper}) to take it away."
+                f"all keys start with {wrapper!r}, the prefix of a wrapper: pass `prefix` "
+                f"{wrapper!r} (--prefix {wrapper}) to strip it."
             )
     if numbered:
         notes.append(
-            f"the numbers in {some(numbered)} are carried as they are, which is right for a "
+            f"the numbers in {format_keys(numbered)} are kept unchanged, which is correct for a "
             "ChainList. A chainer.Sequential numbers its links in another order and does not count "
             "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
         )
-    if any(norm + mean in origins.values() for norm in norms):
+    _, _, mean, new_var, counter = target.norm
+    was = {
+        key.rpartition(old)[2] for name, key in origins.items() if name.rpartition(new)[2] == mean
+    }
+    if was - {mean}:
+        starts = f" {counter} starts at 0." if norms and target is not FLAX else ""
+        carried = f" {new_var} is carried as it is, biased or unbiased." if count is None else ""
         notes.append(
-            "give the layers the eps and momentum of the source, which no file has. By default eps "
-            "is 2e-5 in Chainer and 1e-5 in torch and flax; torch's momentum is 1 - decay, flax's "
-            f"is the decay, 0.99. The count by which {var} is unbiased stays the source's"
-            f"{'' if target is FLAX else f', and {target.norm[-1]} starts at 0'}."
+            "set the eps and momentum of the source model in the target's layers: they are not "
+            "stored in checkpoints. The default eps is 2e-5 in Chainer, 1e-3 in Keras, and 1e-5 in "
+            "torch, flax and Paddle. torch's momentum is 1 - decay, and 1 - the momentum of Keras, "
+            f"flax and Paddle.{carried}{starts}"
         )
     if source is not target and FLAX in (source, target):
         notes += _flax_notes(state, source)
@@ -306,7 +311,12 @@ def _translate(
 
 
 def _for_flax(
-    state: Mapping[str, Any], key: str, name: str, source: Words, target: Words, transposed: bool
+    state: Mapping[str, Any],
+    key: str,
+    name: str,
+    source: KeyNames,
+    target: KeyNames,
+    transposed: bool,
 ) -> Array:
     """Return the array `key`, which becomes `name`, in the layout of `target`."""
     value = state[key]
@@ -321,7 +331,7 @@ def _for_flax(
     return flax_variables.kernel(value, transposed=transposed)
 
 
-def _flax_notes(state: Mapping[str, Any], source: Words) -> list[str]:
+def _flax_notes(state: Mapping[str, Any], source: KeyNames) -> list[str]:
     """Return what a user must know who moves a model to or from flax."""
     notes = [
         "flax's activations are (N, *spatial, C): transpose inputs, and permute the rows of a "
@@ -340,9 +350,9 @@ def _flax_notes(state: Mapping[str, Any], source: Words) -> list[str]:
 
 
 def _counterparts(
-    state: Mapping[str, Any], layer: str, source: Words, target: Words
+    state: Mapping[str, Any], layer: str, source: KeyNames, target: KeyNames
 ) -> dict[str, str]:
-    """The names that a layer's arrays have in `target`, by those in `source`, as far as known."""
+    """Map the known names of a layer's arrays from `source` to `target`."""
     plain = dict(zip(source.plain, target.plain, strict=True))
     norm = dict(zip(source.norm, target.norm, strict=True))
     if source is FLAX:
@@ -361,8 +371,8 @@ def _is_below(key: str, name: str, separator: str) -> bool:
     return not name or key == name or key.startswith(name + separator)
 
 
-def some(keys: Iterable[str]) -> str:
-    """The first six of the keys, for people."""
+def format_keys(keys: Iterable[str]) -> str:
+    """Quote the first six of the keys, for a message."""
     quoted = [f"{key!r:.99}" for key in keys]  # of a file's own, as long as one may be
     more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""
     return ", ".join(quoted[:6]) + more

@@ -29,6 +29,7 @@ from multibn.checkpoint import (
     convert,
     torch_to_chainer,
 )
+from tests.checkpoint.test_files import make
 
 NEEDS = "torch chainer"
 
@@ -196,18 +197,36 @@ def test_notes_say_what_becomes_of_chainers_numbers() -> None:
     arrays = chainer_arrays()
     arrays["predictor/bn/N"] = np.asarray(12)
     converted = chainer_to_torch(arrays)
-    check_note(converted, "give the layers the eps and momentum of the source")
-    check_note(converted, "eps is 2e-5 in Chainer and 1e-5 in torch and flax; torch's")
-    check_note(converted, "The count by which avg_var is unbiased stays the source's")
+    check_note(converted, "set the eps and momentum of the source model in the target's layers: ")
+    check_note(
+        converted, "eps is 2e-5 in Chainer, 1e-3 in Keras, and 1e-5 in torch, flax and Paddle"
+    )
+    check_note(converted, "momentum is 1 - decay, and 1 - the momentum of Keras, flax and Paddle")
+    check_note(converted, "running_var is carried as it is, biased or unbiased")
     check_note(converted, "num_batches_tracked starts at 0")
     assert converted.state["predictor.bn.num_batches_tracked"] == 0
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt"])
+def test_statistics_under_other_frameworks_names_carry_the_note(
+    suffix: str, tmp_path: Path
+) -> None:
+    """It is about running statistics that get their names, whatever these were called before."""
+    old = "bn/moving_mean" if suffix == ".npz" else "bn.moving_mean"
+    source = make(tmp_path / f"a{suffix}", {old: torch.zeros(2)})
+    for target, new in ((".npz", "bn/avg_mean"), (".pt", "bn.running_mean")):
+        converted = convert(source, tmp_path / f"b{target}", names={old: new})
+        check_note(converted, "set the eps and momentum of the source model")
+        renamed = new.replace("bn", "norm")
+        same = convert(tmp_path / f"b{target}", tmp_path / f"c{target}", names={new: renamed})
+        assert same.notes == ()
 
 
 def test_numbers_are_carried_with_a_word() -> None:
     arrays = {"a/0/W": np.zeros((1, 1)), "a/1/0/W": np.zeros((1, 1)), "b/W": np.zeros((1, 1))}
     converted = chainer_to_torch(arrays)
     assert list(converted.state) == ["a.0.weight", "a.1.0.weight", "b.weight"]
-    check_note(converted, "the numbers in 'a/0/W', 'a/1/0/W' are carried as they are")
+    check_note(converted, "the numbers in 'a/0/W', 'a/1/0/W' are kept unchanged, which is")
     check_note(chainer_to_torch(arrays, names={"a": ""}), "the numbers in 'a/0/W', 'a/1/0/W'")
     assert not chainer_to_torch(arrays, names={"a/0": "x", "a/1": "y", "a/1/0": "z"}).notes
     check_note(torch_to_chainer(converted.state), "the numbers in 'a.0.weight', 'a.1.0.weight'")
@@ -216,7 +235,7 @@ def test_numbers_are_carried_with_a_word() -> None:
 @pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
 def test_the_name_of_a_wrapper_is_carried_with_a_word(wrapper: str) -> None:
     state = nn.ModuleDict({wrapper: nn.Linear(2, 3)}).state_dict()
-    check_note(torch_to_chainer(state), f"below '{wrapper}', which wraps a model: pass `prefix` '")
+    check_note(torch_to_chainer(state), f"start with '{wrapper}', the prefix of a wrapper: pass")
     assert not torch_to_chainer(state, names={wrapper: ""}).notes
     assert not torch_to_chainer(state | {"W": torch.zeros(1)}, names={"W": "a"}).notes
 
@@ -237,9 +256,9 @@ def test_bfloat16_becomes_float32(tmp_path: Path) -> None:
 def test_a_normalization_without_statistics_has_gamma_and_beta() -> None:
     converted = torch_to_chainer(nn.LayerNorm(3).state_dict())
     assert list(converted.state) == ["gamma", "beta"]
-    with pytest.raises(CheckpointError, match=r"a place in chainer: 'weight' has none"):
+    with pytest.raises(CheckpointError, match=r"no name in chainer is known for 'weight'"):
         torch_to_chainer(nn.PReLU().state_dict())
-    with pytest.raises(CheckpointError, match=r"a place in chainer: 'weight' has none"):
+    with pytest.raises(CheckpointError, match=r"no name in chainer is known for 'weight'"):
         torch_to_chainer(nn.LayerNorm((3, 2)).state_dict())
 
 
@@ -258,11 +277,11 @@ def test_names_replace_keys_and_prefixes_or_are_refused() -> None:
         assert list(converted.state) == expected
     for wrong, message in (
         ({"a/d": "x"}, r"match a key or a prefix: 'a/d' match none\. Correct or"),
-        ({"a/b": "a/c", "a/c": "a/c"}, "'a/c/W' becomes 'a/c.weight', as 'a/b/W' does"),
-        ({"a/b/W": ""}, "'a/b/W' becomes ''"),
+        ({"a/b": "a/c", "a/c": "a/c"}, "'a/c/W' would become 'a/c.weight', as 'a/b/W' does"),
+        ({"a/b/W": ""}, "'a/b/W' would become ''"),
         ({"a": None}, "holds nothing to convert"),
-        ({"a": 3}, r"`names` must give each name a str or None: got \{'a': 3\}"),
-        (["a"], r"`names` must give each name a str or None: got \['a'\]"),
+        ({"a": 3}, r"`names` must map str to str or None: got \{'a': 3\}"),
+        (["a"], r"`names` must map str to str or None: got \['a'\]"),
     ):
         with pytest.raises(CheckpointError, match=message):
             chainer_to_torch(arrays, names=wrong)  # type: ignore[arg-type]
@@ -276,21 +295,21 @@ def test_a_counter_that_is_named_is_carried() -> None:
 def test_unknown_keys_are_refused_or_left_out() -> None:
     arrays = {"l/W": np.zeros((1, 1)), "l/V1": np.zeros(1), "V2": np.asarray(0)}
     with pytest.raises(
-        CheckpointError, match=r"place in torch: 'l/V1', 'V2' have none\. Name them"
+        CheckpointError, match=r"no name in torch is known for 'l/V1', 'V2'\. Map them"
     ):
         chainer_to_torch(arrays)
     names = {"l/V1": None, "V2": None}
     assert list(chainer_to_torch(arrays, names=names).state) == ["l.weight"]
     many = {f"k{i}": np.zeros(1) for i in range(8)}
-    with pytest.raises(CheckpointError, match=r"'k0', 'k1', .* 'k4', 'k5' and 2 more have none"):
+    with pytest.raises(CheckpointError, match=r"'k0', 'k1', .* 'k4', 'k5' and 2 more\. Map"):
         chainer_to_torch(many)
     del many["k6"], many["k7"]
-    with pytest.raises(CheckpointError, match=r"'k0', 'k1', .* 'k4', 'k5' have none"):
+    with pytest.raises(CheckpointError, match=r"'k0', 'k1', .* 'k4', 'k5'\. Map"):
         chainer_to_torch(many)
     lstm = nn.LSTM(2, 3).state_dict()
     with pytest.raises(CheckpointError, match="'weight_ih_l0', 'weight_hh_l0', 'bias_ih_l0'"):
         torch_to_chainer(lstm)
-    with pytest.raises(CheckpointError, match="'/W' becomes 'weight', as 'W' does"):
+    with pytest.raises(CheckpointError, match="'/W' would become 'weight', as 'W' does"):
         chainer_to_torch({"W": np.zeros((1, 1)), "/W": np.zeros((1, 1))})
-    with pytest.raises(CheckpointError, match=r"'a/b\.weight' has none"):
+    with pytest.raises(CheckpointError, match=r"known for 'a/b\.weight'"):
         torch_to_chainer({"a/b.weight": torch.zeros(1, 1)})

@@ -220,7 +220,7 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
         assert cli.main(convert) == 0
         note, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
         assert " ".join(note.split()) == (
-            "note: the numbers in 'l/0/W', 'l/0/b' are carried as they are, which is right for a "
+            "note: the numbers in 'l/0/W', 'l/0/b' are kept unchanged, which is correct for a "
             "ChainList. A chainer.Sequential numbers its links in another order and does not count "
             "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
         )

@@ -68,6 +68,7 @@ _RULES = {
     "depth dim": POSITIVE_INT,
     "num_sync_devices": Wrong(_NOT_INTS),
     "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
+    "instance_norms": Wrong((("absent",), (3,))),
     "size": Wrong((0, -1, 2.5, "2", True, (3, 0), (3, 2.0))),
     "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (0, 0), (0, "1"), [[0]], {0}, 2, (0, 3))),
     "mlp_ratio": POSITIVE,

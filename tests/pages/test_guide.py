@@ -49,7 +49,7 @@ def _train() -> tuple[list[float], list[float], str]:
 @pytest.mark.beside(_train, "torch", "chainer", "torchrun", "mpiexec")
 def test_training_goes_on_in_torch(beside: tuple[list[float], list[float], str]) -> None:
     chainer, torch, printed = beside
-    assert "give the layers the eps and momentum of the source" in printed
+    assert "set the eps and momentum of the source model" in printed
     assert len(chainer) == 20
     np.testing.assert_allclose(torch, chainer, rtol=1e-5)
 

@@ -159,7 +159,7 @@ def sync_running_stats(
     """
     check_module("model", model)
     check_choice("how", how, How)
-    layers = {
+    layers: dict[str, Any] = {
         name: m
         for name, m in model.named_modules()
         if isinstance(m, _NormBase) and not (m.running_mean is None or m.running_var is None)
@@ -191,8 +191,8 @@ def sync_running_stats(
     is_sound = mean.isfinite() & var.isfinite() & (var >= 0)
     mean = torch.where(is_sound, mean, wire.mark(rank))
     if how == "broadcast":
-        counters = [m.num_batches_tracked for m in layers.values()]
-        counters = [counter for counter in counters if counter is not None]
+        every = (m.num_batches_tracked for m in layers.values())
+        counters = [counter for counter in every if counter is not None]
         buffers = [*means, *variances, *counters]
         mine = torch.cat([mean, var, flat(counters)] if counters else [mean, var])
         # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
@@ -252,7 +252,8 @@ def average_gradients(
     >>> model.weight.grad
     tensor([[1., 1.]])
     """
-    model, names = nn.Module(), iter(())
+    model = nn.Module()
+    names: Iterator[str] = iter(())
     if isinstance(parameters, nn.Module):
         model, named = parameters, dict(parameters.named_parameters())
         names, parameters = iter(named), [*named.values()]
