@@ -31,7 +31,7 @@ from multibn.engine.statistics import OneValueError, aggregate, local_moments
 from multibn.kernels import steps
 from multibn.torch_backend.layer import functional, validation
 from multibn.torch_backend.layer.autograd import without_autocast
-from multibn.torch_backend.layer.base import SyncNormBase, check_module
+from multibn.torch_backend.layer.base import SyncNormBase, check_module, running_tensors
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 from multibn.torch_backend.train.join import tensors_in
 from multibn.torch_backend.train.synchrony import participants
@@ -250,6 +250,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for m in model.modules()
         for name, b in m._buffers.items()
     ]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    others = [(t, t.clone()) for norm in norms for t in running_tensors(norm)]
     # Of a step of `step_statistics`, which these batches have no part in.
     layers = [m for m in model.modules() if isinstance(vars(m).get("pool"), StepAccumulator)]
     pools = [(layer, layer.pool) for layer in layers]
@@ -269,6 +271,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
+            for t, value in others:
+                t.copy_(value)
 
 
 class _MeanOfVar(PopulationEstimator):

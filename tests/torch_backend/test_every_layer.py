@@ -36,8 +36,10 @@ from multibn.torch_backend import (
     convert_sub_batchnorm,
     convert_sync_batchnorm,
     step_statistics,
+    update_bn_stats,
 )
-from multibn.torch_backend.layer.base import SyncNormBase
+from multibn.torch_backend.layer.base import SyncNormBase, running_tensors
+from multibn.torch_backend.reversible import ReversibleSequence
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 from tests.torch_backend.convert.test_class_swap import Activated, Copied
@@ -211,6 +213,33 @@ def test_a_step_of_several_batches_moves_statistics_as_one_batch(name: str) -> N
             layer(x)
     whole(torch.cat(parts))
     torch.testing.assert_close(layer.state_dict(), whole.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["parameters", "attributes"])
+@pytest.mark.parametrize("name", [*LAYERS, "torch's"])
+def test_running_statistics_need_not_be_buffers(name: str, how: str) -> None:
+    build = partial(nn.BatchNorm1d, C, dtype=torch.float64)
+    layer, twin = (build() if name == "torch's" else make(name) for _ in "ab")
+    for module in layer.modules():
+        for key, value in list(module._buffers.items()):
+            delattr(module, key)
+            if how == "attributes":
+                module.__dict__[key] = value
+            else:
+                module.register_parameter(key, nn.Parameter(value, requires_grad=False))
+    results: list[list[Tensor | None]] = []
+    for model in (layer, twin):
+        x = batch().requires_grad_()
+        y = checkpoint(model, x, use_reentrant=False, context_fn=checkpoint_contexts)
+        y.sum().backward()
+        sum(ReversibleSequence([(model, nn.Identity())])(x, x)).sum().backward()
+        with step_statistics(model) if norms(model) else contextlib.nullcontext():
+            model(batch(seed=1))
+        update_bn_stats(model, [batch(seed=2)], num_iters=1, progress=False)
+        model(batch(seed=3))
+        statistics = [t for module in model.modules() for t in running_tensors(module)]
+        results.append([*statistics, x.grad, model.eval()(batch())])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @every_layer

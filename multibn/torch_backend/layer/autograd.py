@@ -91,7 +91,7 @@ def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
 def running_stats_of(
     bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
 ) -> Running | StepAccumulator | None:
-    """The buffers of `bn` that a training step moves in place, once; None if there are none.
+    """The statistics of `bn` that a training step moves in place, once; None if there are none.
 
     In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
     the batch already.
@@ -101,10 +101,12 @@ def running_stats_of(
     pool: StepAccumulator | None = getattr(bn, "pool", None)
     if pool is not None:
         return pool
-    # Attributes of a module, which has its own look-up, take longer.
-    buffers = bn._buffers
-    mean, var = buffers["running_mean"], buffers["running_var"]
-    counter = buffers["num_batches_tracked"]
+    buffers = bn._buffers  # attributes of a module take longer
+    try:
+        mean, var = buffers["running_mean"], buffers["running_var"]
+        counter = buffers["num_batches_tracked"]
+    except KeyError:  # frozen parameters, or plain attributes
+        mean, var, counter = bn.running_mean, bn.running_var, bn.num_batches_tracked
     if mean is None or var is None:
         return None
     if type(mean) is not Tensor:

@@ -37,6 +37,12 @@ def check_module(name: str, module: object, advice: str = "Pass the model.") -> 
         )
 
 
+def running_tensors(norm: nn.Module) -> list[Tensor]:
+    """Return the running statistics and the counter of a norm, which need not be its buffers."""
+    names = "running_mean", "running_var", "num_batches_tracked"
+    return [t for name in names if isinstance(t := getattr(norm, name, None), Tensor)]
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of `module` runs hooks of its own.
 

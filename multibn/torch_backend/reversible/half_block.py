@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multibn.torch_backend.layer.base import SyncNormBase
+from multibn.torch_backend.layer.base import SyncNormBase, running_tensors
 from multibn.torch_backend.train.checkpointing import checkpoint_contexts
 
 _NORMS = (_NormBase, SyncNormBase)
@@ -201,7 +201,7 @@ def _read_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
         id(buffer)
         for part in parts
         if part.training and isinstance(part, _NORMS)
-        for buffer in part.buffers()
+        for buffer in (*part.buffers(), *running_tensors(part))
     }
     for part in parts:
         for t in chain(part._parameters.values(), part._buffers.values()):

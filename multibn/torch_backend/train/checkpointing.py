@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from multibn.engine import recompute
 from multibn.torch_backend.layer.autograd import disable_dispatch_modes_in_recompute
+from multibn.torch_backend.layer.base import running_tensors
 from multibn.torch_backend.layer.sub_batch_norm import Part
 
 
@@ -71,5 +72,5 @@ class _Recomputation:
             return
         if torch.compiler.is_compiling() or threading.get_ident() == self._thread:
             with disable_dispatch_modes_in_recompute():
-                for buffer in module.buffers(recurse=False):
+                for buffer in (*module.buffers(recurse=False), *running_tensors(module)):
                     self._before.setdefault(buffer, buffer.detach().clone())
