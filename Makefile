@@ -19,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 .DEFAULT_GOAL := help
-.PHONY: help demo video test lint docs site evidence bench gpu fuzz faults soak mutants programs versions release clean
+.PHONY: help demo video test lint docs site evidence bench gpu fuzz faults soak mutants programs clusters versions release clean
 
 # --no-compile: Python compiles what is imported; all files, one after the other, take pip a minute.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*/*.[ch])
@@ -113,6 +113,20 @@ mutants: $(VENV)/mutants  #: deliberate mistakes, drawn at random, and the tests
 
 programs: $(PROGRAMS)/installed  #: other people's models, trainers and rules: tests/programs/README.md
 	$(PROGRAMS)/bin/python -m pytest --require programs tests/programs
+
+# Environments of their own that see the packages of the other one: Ray's, and another MPI.
+$(VENV)/ray/installed $(VENV)/mpich/installed: $(VENV)/%/installed: $(VENV)/installed
+	test -x $(VENV)/$*/bin/python || $(BIN)/python -m venv $(VENV)/$*
+	$(VENV)/$*/bin/python -c "import site; own = site.getsitepackages()[0]; \
+		open(own + '/other.pth', 'w').write(own.replace('$(VENV)/$*', '$(VENV)'))"
+	$(VENV)/$*/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(VENV)/$*/bin/python -m pip install --quiet --group clusters-$*
+	touch $@
+
+clusters: $(VENV)/ray/installed $(VENV)/mpich/installed  #: Slurm (as root, by apt), Ray Train and MPICH, for real
+	command -v slurmctld > /dev/null || (apt-get update && \
+		apt-get install --yes --no-install-recommends slurm-wlm munge libpmix2) > out/slurm.log 2>&1 || true
+	$(BIN)/python -m pytest --require ray,mpich tests/clusters
 
 $(VENV)/versions: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group versions

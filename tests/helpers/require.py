@@ -68,6 +68,9 @@ PROBES: dict[str, Callable[[], bool]] = {
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
     "netns": _namespaces,
     "programs": lambda: importable("torchinfo"),  # which no other group has
+    "ray": lambda: Path(".venv/ray/installed").exists(),
+    "mpich": lambda: Path(".venv/mpich/installed").exists(),
+    "slurm": lambda: os.geteuid() == 0 and bool(shutil.which("slurmctld")),
 }
 
 
