@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from multibn.parity import launch as _launch
 from tests.helpers import launch, require
 from tests.helpers.pages import commands, programs
 
@@ -65,7 +66,7 @@ def _run(folder: Path, command: str, *, status: int = 0) -> str:
     ran = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
-        env=os.environ | launch.environment() | launch.VARIABLES,
+        env=os.environ | _launch.environment() | launch.VARIABLES,
         capture_output=True,
         text=True,
         timeout=launch.HANGS,
