@@ -13,6 +13,7 @@ from multibn import kernels, wire
 from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
+from multibn.communicators.handshake import allreduce_at
 from multibn.engine import masks
 from multibn.engine.statistics import BatchStatistics, Moments, total
 from multibn.kernels import NormArgs, Running, steps
@@ -67,6 +68,45 @@ def pool_running(
     """
     of_all = average(mean)
     return of_all, average(var + between * (mean - of_all) ** 2)
+
+
+def merged(a: Any, b: Any, /) -> Any:
+    """Merge two sets of numbers, each by mean, biased variance and count (Chan et al., 1979)."""
+    count = a[2] + b[2]
+    share, shift = b[2] / steps.at_least_one(count), b[0] - a[0]
+    var = (1 - share) * a[1] + share * (b[1] + (1 - share) * shift * shift)
+    return a[0] + share * shift, var, count
+
+
+def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str, /) -> Any:
+    """Merge `old`, which is equal on all ranks, with each rank's `new`; both as in `merged`.
+
+    Collective: one allreduce of 2C+1 float64 numbers, after one of C+1 if the count of `old` is 0.
+    Raises FloatingPointError on all ranks if one has NaN or infinity, and RuntimeError unless all
+    ranks are in one `place`.
+    """
+    mean, var, count = new
+    xp, centre = array_namespace(mean), old[0]
+
+    def total_of(*arrays: Array) -> Any:
+        numbers = wire.concat(arrays)
+        if not xp.all(xp.isfinite(numbers)):
+            numbers = xp.full_like(numbers, wire.mark(communicator.rank))
+        sums = allreduce_at(communicator, numbers, place)
+        if not abs(sums[-1]) < wire.LARGEST:
+            ranks = wire.marked([float(sums[-1])])
+            raise FloatingPointError(
+                f"`x` must be finite: got NaN or infinity on rank(s) {ranks} of "
+                f"{communicator.size}. Mask such numbers. What was new on all ranks is dropped."
+            )
+        return sums[:-1] / steps.at_least_one(sums[-1]), sums[-1]
+
+    if not float(old[2]):  # moments about a far centre would lose digits
+        centre = xp.reshape(total_of(count * mean, count)[0], mean.shape)
+    d = mean - centre
+    moments, of_all = total_of(count * d, count * (var + d * d), count)
+    first, second = xp.reshape(moments, (2, *mean.shape))
+    return merged(old, (centre + first, xp.clip(second - first * first, 0.0, None), of_all))
 
 
 class PopulationEstimator:

@@ -4,6 +4,7 @@ from multibn.torch_backend import BatchNorm as BatchNorm
 from multibn.torch_backend import NaiveSyncBatchNorm1d as NaiveSyncBatchNorm1d
 from multibn.torch_backend import NaiveSyncBatchNorm2d as NaiveSyncBatchNorm2d
 from multibn.torch_backend import NaiveSyncBatchNorm3d as NaiveSyncBatchNorm3d
+from multibn.torch_backend import RunningNorm as RunningNorm
 from multibn.torch_backend import SubBatchNorm1d as SubBatchNorm1d
 from multibn.torch_backend import SubBatchNorm2d as SubBatchNorm2d
 from multibn.torch_backend import SubBatchNorm3d as SubBatchNorm3d

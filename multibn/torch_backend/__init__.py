@@ -25,6 +25,7 @@ from multibn.torch_backend.norms.group_norm import SyncGroupNorm as SyncGroupNor
 from multibn.torch_backend.norms.instance_norm import SyncInstanceNorm1d as SyncInstanceNorm1d
 from multibn.torch_backend.norms.instance_norm import SyncInstanceNorm2d as SyncInstanceNorm2d
 from multibn.torch_backend.norms.instance_norm import SyncInstanceNorm3d as SyncInstanceNorm3d
+from multibn.torch_backend.norms.running_norm import RunningNorm as RunningNorm
 from multibn.torch_backend.precise_bn import update_bn_stats as update_bn_stats
 from multibn.torch_backend.train.checkpointing import checkpoint_contexts as checkpoint_contexts
 from multibn.torch_backend.train.join import join as join
