@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -11,7 +13,7 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer import functions as F
 
-from multibn import kernels
+from multibn import kernels, wire
 from multibn._arrays import array_namespace
 from multibn._typing import Array, check_residual
 from multibn.communicators import Communicator
@@ -114,7 +116,27 @@ def check_input(
 _constant = partial(Variable, requires_grad=False)
 
 
-class BatchNormalization(FunctionNode):
+# Next numbers of calls, with room for more nodes between two calls than a graph has.
+_numbers = count(1 << 32, 1 << 32)
+
+
+class _CollectiveNode(FunctionNode):
+    """A node whose backward pass is collective: all ranks run it in the reverse order of calls.
+
+    Chainer runs the node with the largest `rank` next, by default its depth in the graph. Depths
+    depend on the shapes of a rank: F.sum and F.broadcast_to make no node if a shape stays as it is.
+    The number of a call, like the sequence number of a node in torch, does not.
+    """
+
+    _number = 0
+
+    def _set_number(self, depth: int) -> None:
+        self._number = next(_numbers)
+
+    rank = property(attrgetter("_number"), _set_number)
+
+
+class BatchNormalization(_CollectiveNode):
     """Normalization by `batch`. The gradient of x includes the one through the statistics.
 
     Computational graphs and function hooks show the name of this class, which is Chainer's.
@@ -189,26 +211,27 @@ class BatchNormalization(FunctionNode):
         x, gamma, beta, eps, axis = args.x, args.weight, args.bias, args.eps, args.axis
         size = self.communicator.size
         broadcastable = tuple(1 if k in axis else n for k, n in enumerate(x.shape))
+        message = self.communicator, x.dtype, wire.forward_payload(math.prod(self.plan.channels))
 
         def per_channel(v: Any) -> Variable:
             return F.broadcast_to(F.reshape(v, broadcastable), x.shape)
 
         def sums(*terms: Variable) -> Sequence[Variable]:
-            return F.separate(_AllReduce(self.communicator).apply((F.stack(terms),))[0])
+            return F.separate(_AllReduce("second order", *message).apply((F.stack(terms),))[0])
 
         batch = unpack(self.batch)
         e = float(batch.element_weight)
         # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
         d = masked(F.cast(x, np.float64) - per_channel(batch.mean), args.mask)
-        # All ranks hold the same gamma, so that its mean changes nothing but the gradients.
-        shared = [] if gamma is None else [F.cast(gamma, np.float64) / size]
-        mean, meansqr, *shared = sums(F.sum(e * d, axis), F.sum(e * d * d, axis), *shared)
-        invstd = (meansqr - mean * mean + eps) ** -0.5
+        mean, meansqr = sums(F.sum(e * d, axis), F.sum(e * d * d, axis))
+        scales = [invstd := (meansqr - mean * mean + eps) ** -0.5]
+        if gamma is not None:
+            scales += _MeanGradient(*message).apply((F.cast(gamma, np.float64),))
         xhat = masked((d - per_channel(mean)) * per_channel(invstd), args.mask)
         dy = F.cast(dy, np.float64)
         sum_dy, sum_dy_xhat = sums(F.sum(dy, axis), F.sum(dy * xhat, axis))
         dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), args.mask)
-        for scale in (invstd, *shared):
+        for scale in scales:
             dx = dx * per_channel(scale)
         found = [F.cast(dx, x.dtype)]
         parameters = (gamma, sum_dy_xhat), (beta, sum_dy)
@@ -223,16 +246,41 @@ def masked(v: Variable, mask: Array | None, /) -> Variable:
     return F.where(xp.broadcast_to(mask, v.shape), v, xp.zeros(v.shape, v.dtype))
 
 
-class _AllReduce(FunctionNode):
-    """y = sum over ranks of x. The backward pass is the same operation."""
+class _AllReduce(_CollectiveNode):
+    """y = sum over ranks of x. The backward pass is the same operation.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    The message has as many numbers as the layer's forward message, and names layer and phase: ranks
+    in different places see that they are.
+    """
+
+    def __init__(self, phase: str, *message: Any) -> None:
+        self.phase, self.message = phase, message
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        return (self.communicator.allreduce(inputs[0]),)
+        (x,) = inputs
+        communicator, dtype, n = self.message
+        sent = array_namespace(x).zeros(n)
+        sent[: x.size] = x.ravel()
+        summed = communicator.during(self.phase, dtype, n).allreduce(sent)
+        return (summed[: x.size].reshape(x.shape),)
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
-        return _AllReduce(self.communicator).apply(grad_outputs)
+        return _AllReduce("gradient", *self.message).apply(grad_outputs)
+
+
+class _MeanGradient(_CollectiveNode):
+    """A parameter, equal on all ranks. Its gradient is the mean of the ranks' gradients."""
+
+    def __init__(self, *message: Any) -> None:
+        self.message = message
+
+    def forward(self, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        return inputs
+
+    def backward(
+        self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
+    ) -> tuple[Variable, ...]:
+        (summed,) = _AllReduce("gradient", *self.message).apply(grad_outputs)
+        return (summed / self.message[0].size,)

@@ -22,6 +22,7 @@ from multibn.chainer_backend import check_sync as expect_in_sync  # not a check 
 from multibn.chainer_backend.links import LinkOptions
 from multibn.communicators import Communicator, SingleProcess
 from tests.chainer_backend.test_extensions import assert_population
+from tests.chainer_backend.test_second_order import Graph
 from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.normalized import normalized
@@ -62,6 +63,11 @@ def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None
         with pytest.raises(ValueError, match=rf"\[1\] with {name}=") as raised:
             link(np.ones((4, C, C), "f"))
         assert str(raised.value).count(f"{name}=") == 2, raised.value
+
+
+def check_second_derivatives_of_ranks_with_one_sample(world: Communicator) -> None:
+    for seed in (1, 11, 20):
+        Graph(seed, world.size).compare(world)
 
 
 def check_copies_share_the_group(world: Communicator) -> None:

@@ -14,6 +14,7 @@ from chainer import functions as F
 from multibn import SingleProcess
 from multibn.chainer_backend import MultiNodeBatchNormalization
 from multibn.communicators import Communicator
+from multibn.parity.oracle import relative_error
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
 C = 3
@@ -134,6 +135,120 @@ def test_a_graph_takes_one_message_more() -> None:
     loss.backward()
     assert counting.take() == [2 * C]
     (dx,) = chainer.grad([loss], [x], enable_double_backprop=True)
-    assert counting.take() == [3 * C, 2 * C]  # of gamma, too
+    assert counting.take() == [2 * C + 2] * 2
     chainer.grad([F.sum(dx**2)], [x])
-    assert set(counting.take()) == {3 * C, 2 * C}
+    assert set(counting.take()) == {2 * C + 2, 2 * C}
+
+
+class Graph:
+    """A random graph of one to three calls, in a row or side by side, of ranks with few samples."""
+
+    def __init__(self, seed: int, num_ranks: int) -> None:
+        self.seed = seed
+        rng = np.random.default_rng([seed, num_ranks])
+        self.sizes = rng.integers(1, 4, num_ranks)
+        if num_ranks > 2:
+            self.sizes[rng.integers(2, num_ranks)] = rng.integers(0, 2)
+        shape = (sum(self.sizes), C, *[1, 1] * rng.integers(2))
+        self.x, self.target = rng.normal(size=(2, *shape))
+        self.gammas = rng.normal(1, 0.3, (3, C))
+        self.mask = np.ones(len(self.x), bool)
+        self.mask[0] = rng.random() < 0.5 or self.sizes[0] == 1
+        self.masked_ranks = rng.choice([0, 1, num_ranks], p=[0.4, 0.3, 0.3])
+
+    def loss(self, x: Any, target: Any, batch_norm: Any, has_more_nodes: bool) -> Any:
+        """The sum of the outputs of all calls. One rank's graph may be deeper than another's."""
+        rng = np.random.default_rng(self.seed)
+        values = [x]
+        for call in range(rng.integers(1, 4)):
+            v, residual = (values[i] for i in rng.integers(len(values), size=2))
+            v = F.tanh(v) if rng.random() < 0.5 else v
+            v = v * 1.0 if rng.random() < 0.5 and has_more_nodes else v
+            has_residual, relu = rng.random(2) < 0.3
+            values.append(batch_norm(call, v, residual if has_residual else None, relu))
+        return sum(F.sum(F.sin(values[i]) * target) for i in rng.permutation(range(1, len(values))))
+
+    def gradients(
+        self, part: slice, batch_norm: Any, gammas: list[Any], has_more_nodes: bool
+    ) -> list[Any]:
+        """Gradients of three orders of a part of the batch, and those of the last of parameters."""
+        x, target = chainer.Variable(self.x[part]), self.target[part]
+        value, found = self.loss(x, target, batch_norm, has_more_nodes), []
+        for _ in range(3):
+            (dx,) = chainer.grad([value], [x], enable_double_backprop=True)
+            found.append(dx.array)
+            value = F.sum(dx * dx * target)
+        value.backward()
+        return [*found, x.grad, *(gamma.grad for gamma in gammas)]
+
+    def on_rank(self, world: Communicator) -> list[Any]:
+        """Gradients by links that share statistics."""
+        end = sum(self.sizes[: world.rank + 1])
+        part = slice(end - self.sizes[world.rank], end)
+        links = [MultiNodeBatchNormalization(C, world, eps=0.1, dtype="d") for _ in range(3)]
+        for link, gamma in zip(links, self.gammas, strict=True):
+            link.gamma.array[:] = gamma
+            link.cleargrads()
+        mask = self.mask[part].reshape(-1, *[1] * (self.x.ndim - 2))
+
+        def batch_norm(call: int, v: Any, residual: Any, relu: bool) -> Any:
+            link = links[call]
+            link.fuse_relu = relu
+            return link(v, residual=residual, mask=mask if self.masked_ranks > world.rank else None)
+
+        gammas = [link.gamma for link in links]
+        return self.gradients(part, batch_norm, gammas, self.sizes[world.rank] > 1)
+
+    def expected(self, rank: int) -> list[Any]:
+        """The rank's part of the gradients of the whole batch, by Chainer's own functions."""
+        gammas = [chainer.Variable(gamma) for gamma in self.gammas]
+        weights = self.mask if self.masked_ranks else np.ones(len(self.x))
+        weights = weights.astype(float).reshape(-1, *[1] * (self.x.ndim - 1))
+
+        def mean(v: Any) -> Any:
+            rows = F.sum(v * np.broadcast_to(weights, v.shape), 0, keepdims=True)
+            return F.broadcast_to(rows / weights.sum(), v.shape)
+
+        def batch_norm(call: int, v: Any, residual: Any, relu: bool) -> Any:
+            d = v - mean(v)
+            gamma = F.reshape(gammas[call], (C, *[1] * (v.ndim - 2)))
+            y = d / (mean(d * d) + 0.1) ** 0.5 * F.broadcast_to(gamma, v.shape)
+            y = y if residual is None else y + residual
+            return (F.relu(y) if relu else y) * np.broadcast_to(weights, v.shape)
+
+        *found, _, _, _ = found_all = self.gradients(slice(None), batch_norm, gammas, True)
+        parts = [np.split(v, np.cumsum(self.sizes))[rank] for v in found]
+        means = [None if g is None else g / len(self.sizes) for g in found_all[-3:]]
+        return parts + means
+
+    def compare(self, world: Communicator) -> None:
+        """Compare this rank's numbers, once all communication is over."""
+        found = self.on_rank(world)
+        for i, (got, want) in enumerate(zip(found, self.expected(world.rank), strict=True)):
+            assert (got is None) == (want is None)
+            if got is not None and got.size:
+                assert relative_error(got, want) < 1e-8, (self.seed, i)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_graphs_of_ranks_with_one_sample_are_one_process(seed: int) -> None:
+    """The order of the messages depends on no rank's shapes, where Chainer's depths do."""
+    ranks = 2 + seed % 2
+    run_ranks(ranks, Graph(seed, ranks).compare)
+
+
+@pytest.mark.parametrize("of_gradients, phase", [(False, "second order"), (True, "gradient")])
+def test_messages_of_other_links_are_an_error_on_all(of_gradients: bool, phase: str) -> None:
+    """Their lengths agree, so that their sum would be a silent wrong number."""
+
+    def check(communicator: Communicator) -> None:
+        x, _ = data(2)
+        variables = [chainer.Variable(x) for _ in "ab"]
+        values = [ours(v, None, None, communicator) for v in variables]
+        if of_gradients:
+            values = chainer.grad(values, variables, [x, x], enable_double_backprop=True)
+        mine = slice(communicator.rank, communicator.rank + 1)
+        with pytest.raises(RuntimeError, match=rf"different places: .*\({phase}, float64"):
+            chainer.grad(values[mine], variables[mine], [x], enable_double_backprop=True)
+
+    run_ranks(2, check)
