@@ -3,7 +3,7 @@
 import json
 import sys
 from numbers import Integral
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,8 @@ class Handle:
 
     # Whether the processes are found anew once torch has another default process group.
     ends_with_torchs = False
+    # Whether a layer was given the handle's `native`, a library's object, and not the handle.
+    is_of_native = False
 
     def __copy__(self: _T) -> _T:
         return self
@@ -139,13 +141,45 @@ def resolved(communicator: Any, /) -> Any:
     return communicator
 
 
+class Outside(Forwarding):
+    """A group that this process is not part of: a layer can have the group, and cannot train.
+
+    `native` is what a library gives to such a process.
+    """
+
+    is_of_native = True
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def _look_up(self) -> NoReturn:
+        distributed, mpi = sys.modules.get("torch.distributed"), sys.modules.get("mpi4py.MPI")
+        rank = f"world rank {mpi.COMM_WORLD.rank}" if mpi else "this process"
+        if distributed and distributed.is_available() and distributed.is_initialized():
+            rank = f"rank {distributed.get_rank()} of the default group"
+        raise ValueError(
+            f"this process is not part of the process group: got {self.native!r} on {rank}. Give "
+            "each process the group it belongs to."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Outside, (self.native,)
+
+    def __repr__(self) -> str:
+        return f"Outside({self.native!r})"
+
+
 def is_outsiders_marker(obj: Any, /) -> bool:
-    """Whether `obj` is what torch's new_group returns to processes outside the group."""
-    distributed = sys.modules.get("torch.distributed")
+    """Whether `obj` is what a library gives to processes outside the group."""
+    mpi, distributed = sys.modules.get("mpi4py.MPI"), sys.modules.get("torch.distributed")
+    if mpi and isinstance(obj, mpi.Comm):
+        return bool(obj == mpi.COMM_NULL)
     if not distributed or not distributed.is_available():
         return False
+    if isinstance(obj, distributed.DeviceMesh):
+        return obj.get_coordinate() is None
     marker = distributed.GroupMember.NON_GROUP_MEMBER
-    return type(obj) is type(marker) and obj == marker
+    return type(obj) is type(marker) and bool(obj == marker)
 
 
 def identity(communicator: Communicator, /) -> object:

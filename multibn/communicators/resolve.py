@@ -13,6 +13,7 @@ from multibn.communicators.communicator import (
     Communicator,
     Forwarding,
     Handle,
+    Outside,
     SingleProcess,
     gather,
     identity,
@@ -75,6 +76,7 @@ class DefaultCommunicator(Forwarding):
     """
 
     ends_with_torchs = True
+    is_of_native, native = True, None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return as_communicator, ()
@@ -124,8 +126,8 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     TypeError
         If `obj` is none of these.
     ValueError
-        If this process is not part of the group, k is below 1, or the list is empty or has negative
-        or repeated ranks.
+        If k is below 1, or the list is empty or has negative or repeated ranks. At each use, if
+        this process is not part of the group.
     RuntimeError
         If a DeviceMesh has several dimensions.
 
@@ -143,9 +145,9 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
         return _default
     if isinstance(obj, Handle):  # before anything reads the rank, which may be collective
         return cast(Communicator, obj)
-    # Without importing a library. What new_group returns to others is an object of its own class.
+    # Without importing a library.
     if is_outsiders_marker(obj):
-        return _wrapped(*_TORCH, obj)
+        return Outside(obj)
     for cls in type(obj).__mro__:
         if wrapper := _WRAPPERS.get((cls.__module__.partition(".")[0], cls.__name__)):
             return _wrapped(*wrapper, obj)

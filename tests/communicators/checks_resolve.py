@@ -268,7 +268,7 @@ def check_layers_go_on_in_a_process_group_made_anew(world: Communicator) -> None
     layer = NaiveSyncBatchNorm2d(k, num_features=C)
     x = _tensor((world.rank, 7), (2, C, 4, 4)).float()
     results = [layer(x)]
-    members, expected = [_members(world, layer.process_group)], [list(_mates(world, k))]
+    members, expected = [_members(world, layer.layer_communicator)], [list(_mates(world, k))]
     unused, of_world = SyncBatchNorm(3), Group(dist.group.WORLD, k)
     assert of_world.allreduce(np.ones(1)) == k
     for number in (size - 1 - rank, rank):  # the ranks in reverse, and as they were
@@ -279,7 +279,7 @@ def check_layers_go_on_in_a_process_group_made_anew(world: Communicator) -> None
         store = dist.PrefixStore(f"{len(results)}", dist.TCPStore(*address, is_master=False))
         dist.init_process_group("gloo", store=store, rank=number, world_size=size)
         results.append(layer(x))
-        members.append(_members(world, layer.process_group))
+        members.append(_members(world, layer.layer_communicator))
         assert of_world.allreduce(np.ones(1)) == k
         expected.append(list(_mates(world, k)))
     assert members == expected

@@ -244,7 +244,7 @@ def test_options_choose_the_group_of_a_layer() -> None:
         ),
     ):
         layer = NaiveSyncBatchNorm2d(num_features=3, **options)
-        assert repr(layer.process_group) == text
+        assert repr(layer.layer_communicator.communicator) == text
         assert layer.global_sync == (machine not in text and "'machine'" not in text)
     layer = NaiveSyncBatchNorm2d(0, num_features=3)
     assert (layer.num_sync_devices, layer.num_groups) == (1, 1)
@@ -263,7 +263,7 @@ def test_get_norm_chooses_the_group_of_a_layer() -> None:
         ("sync_batchnorm_apex", {"NUM_SYNC_DEVICES": 0}, "DefaultCommunicator()"),
     ):
         layer = get_norm({"BN": {"NORM_TYPE": norm_type, **options}})(num_features=3)
-        assert repr(layer.process_group) == text
+        assert repr(layer.layer_communicator.communicator) == text
 
 
 def test_one_process_evaluates_what_needs_more_to_train() -> None:

@@ -35,14 +35,14 @@ def _train(world: Communicator, bn: dict[str, Any], **options: Any) -> Any:
 def check_sub_batch_norm_has_the_statistics_of_one_rank(world: Communicator) -> None:
     """The statistics are those of one rank, in the original, too."""
     model = _train(world, {"NORM_TYPE": "sub_batchnorm", "NUM_SPLITS": 2})
-    assert model.stem_bn.process_group.size == 1
+    assert model.stem_bn.layer_communicator.size == 1
 
 
 def check_naive_layers_share_in_groups(world: Communicator) -> None:
     for size, expected in ((1, 1), (world.size, world.size), (0, world.size)):
         bn = {"NORM_TYPE": "sync_batchnorm", "NUM_SYNC_DEVICES": size, "GLOBAL_SYNC": False}
         model = _train(world, bn, **NAIVE)
-        assert model.stem_bn.process_group.size == expected
+        assert model.stem_bn.layer_communicator.size == expected
         bn = model.stem_bn
         found = bn.global_sync, bn.num_sync_devices, bn.num_groups
         assert found == (False, expected, world.size // expected)
@@ -51,5 +51,5 @@ def check_naive_layers_share_in_groups(world: Communicator) -> None:
 def check_naive_layers_share_over_all_ranks(world: Communicator) -> None:
     bn = {"NORM_TYPE": "sync_batchnorm", "NUM_SYNC_DEVICES": None, "GLOBAL_SYNC": True}
     layer = _train(world, bn, **NAIVE).stem_bn
-    assert layer.process_group.size == world.size
+    assert layer.layer_communicator.size == world.size
     assert (layer.global_sync, layer.num_sync_devices, layer.num_groups) == (True, world.size, 1)

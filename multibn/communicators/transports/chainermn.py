@@ -45,6 +45,11 @@ class ChainerMN(MPI):
         self.comm = comm  # ChainerMN's
         self.communication_backend = select_backend(type(comm), communication_backend)
 
+    @property
+    def native(self) -> Any:
+        """ChainerMN's communicator."""
+        return self.comm
+
     def takes(self, x: Array, /) -> bool:
         return self.communication_backend == "nccl" and is_cupy_array(x)
 

@@ -22,7 +22,7 @@ from multibn.communicators.channel import (
     after_fork,
     spin_seconds,
 )
-from multibn.communicators.communicator import SingleProcess
+from multibn.communicators.communicator import Outside, SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, poll
 from multibn.communicators.status_board import Status, StatusBoard
@@ -82,10 +82,7 @@ class MPI(ChannelCommunicator):
         from mpi4py import MPI as mpi
 
         if comm == mpi.COMM_NULL:
-            raise ValueError(
-                "this process is not part of the communicator: got MPI.COMM_NULL on world rank "
-                f"{mpi.COMM_WORLD.rank}. Give each process the communicator it belongs to."
-            )
+            Outside(comm).rank  # noqa: B018 - raises
         if self.mpi_comm.is_inter:
             raise TypeError(
                 "the communicator must be an intracommunicator: got an intercommunicator. "
@@ -113,6 +110,11 @@ class MPI(ChannelCommunicator):
     @cached_property
     def _comm(self) -> "Comm":
         return _find_comm(self.world_ranks)
+
+    @property
+    def native(self) -> Any:
+        """The mpi4py communicator."""
+        return self._comm
 
     @property
     def rank(self) -> int:

@@ -22,7 +22,7 @@ from multibn.communicators.channel import (
     Transport,
     after_fork,
 )
-from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
+from multibn.communicators.communicator import Outside, SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.resolve import as_communicator
@@ -72,13 +72,10 @@ class TorchDistributed(ChannelCommunicator):
     ends_with_torchs = True
 
     def __init__(self, group: Any = None) -> None:
+        if is_outsiders_marker(group):
+            Outside(group).rank  # noqa: B018 - raises
         if isinstance(group, dist.DeviceMesh):
             group = group.get_group()
-        if is_outsiders_marker(group):
-            raise ValueError(
-                f"this process, rank {dist.get_rank()} of the default group, is not part of the "
-                "process group. Give each process the group it belongs to."
-            )
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 "a process group must be a torch ProcessGroup or DeviceMesh: "
@@ -113,8 +110,15 @@ class TorchDistributed(ChannelCommunicator):
     @property
     def known_group(self) -> dist.ProcessGroup | None:
         """The ProcessGroup where this process knows one already, without communication."""
+        if self._ranks is None:
+            return dist.group.WORLD
         # Groups end with the default process group under which they were made.
         return self._group() if self._known_under() is dist.group.WORLD else None
+
+    @property
+    def native(self) -> Any:
+        """The ProcessGroup; the handle after the group was destroyed."""
+        return self.known_group or self
 
     @property
     def rank(self) -> int:

@@ -13,12 +13,11 @@ from torch import Tensor, fx, nn, serialization
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn.communicators import as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.torch_backend.layer import compiled, dtensors, functional, modules, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
-from multibn.torch_backend.layer.base import updates_running
+from multibn.torch_backend.layer.base import communicator_of, updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 
 _TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
@@ -38,7 +37,7 @@ def derive(layer: Any, /) -> SyncBatchNorm:
     if isinstance(layer, SyncBatchNorm):  # which no longer splits its batch
         del layer._num_splits
     elif isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses this class on CPU
-        group = as_communicator(layer.__dict__.pop("process_group"))  # a property of the new class
+        group = communicator_of(layer.__dict__.pop("process_group"))  # a property of the new class
         layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
         layer.__dict__.update(own_group=group, converted_from=original)
     else:

@@ -167,7 +167,7 @@ def _with_others(
     kept: dict[str, str] = {}
     for path, part in module.named_modules():
         if isinstance(part, SyncBatchNorm) and part not in layers:
-            has = vars(part.norm_options) | {"process_group": part.process_group}
+            has = vars(part.norm_options) | {"process_group": part.layer_communicator.communicator}
             others = [
                 f"{k}={has[k]!r}" for k, value in asked.items() if repr(has[k]) != repr(value)
             ]

@@ -3,7 +3,7 @@
 import weakref
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -35,6 +35,14 @@ def check_module(name: str, module: object, advice: str = "Pass the model.") -> 
         raise TypeError(
             f"`{name}` must be a torch.nn.Module: got {type(module).__qualname__}. {advice}"
         )
+
+
+def communicator_of(obj: CommunicatorLike) -> Communicator:
+    """Return `as_communicator(obj)`, for a layer, which returns `obj` as its `process_group`."""
+    communicator: Any = as_communicator(obj)
+    if communicator is not obj and hasattr(communicator, "native"):
+        communicator.is_of_native = True
+    return cast(Communicator, communicator)
 
 
 def running_tensors(norm: nn.Module) -> list[Tensor]:
@@ -103,16 +111,18 @@ class SyncNormBase(nn.Module):
         return self.Options.of(self, getattr(self, "split_bn", self))
 
     @property
-    def process_group(self) -> Communicator:
-        """The ranks that share statistics, as a communicator."""
-        return self.layer_communicator.communicator
+    def process_group(self) -> Any:
+        """The group that was passed; of a DeviceMesh its ProcessGroup, of "machine" a `Group`."""
+        communicator: Any = self.layer_communicator.communicator
+        is_of_native = getattr(communicator, "is_of_native", False)
+        return communicator.native if is_of_native else communicator
 
     @process_group.setter
     def process_group(self, obj: Any) -> None:
         # A weak reference: the communicator must not keep its layer alive.
         layer = weakref.ref(self)
         self.layer_communicator = LayerCommunicator(
-            as_communicator(obj),
+            communicator_of(obj),
             lambda: _name(layer()),
             built=self.built,
             options=lambda: _options(layer()),
@@ -131,15 +141,18 @@ class SyncNormBase(nn.Module):
         return self.layer_communicator.over(LOCAL)
 
     def extra_repr(self) -> str:
-        said, group = super().extra_repr(), self.process_group
+        said, group = super().extra_repr(), self.layer_communicator.communicator
         if not isinstance(group, DefaultCommunicator):
             said += f", process_group={group}"
         return said + self.norm_options.words(said)
 
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
-        group = None if self.process_group is LOCAL else self.process_group
-        return {**(own or self.__dict__), "layer_communicator": group}
+        group = self.layer_communicator.communicator
+        return {
+            **(own or self.__dict__),
+            "layer_communicator": None if group is LOCAL else group,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

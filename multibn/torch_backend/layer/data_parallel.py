@@ -47,7 +47,7 @@ def watch(ddp: Any, /) -> None:
         id(buffer)
         for layer in ddp.module.modules()
         if getattr(layer, "running_var_convention", "unbiased_local") != "unbiased_local"
-        and identity(layer.process_group) == identity(group)
+        and identity(layer.layer_communicator.communicator) == identity(group)
         for buffer in layer.buffers()
     }
     names = [name for name, buffer in ddp.module.named_buffers() if id(buffer) in equal]

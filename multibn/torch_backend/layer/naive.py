@@ -36,18 +36,18 @@ class _NaiveSyncBatchNorm(modules.SyncBatchNorm):
     @property
     def global_sync(self) -> bool:
         """Whether the layer shares with the ranks of all machines."""
-        return not isinstance(self.process_group, Group)
+        return not isinstance(self.layer_communicator.communicator, Group)
 
     @property
     def num_sync_devices(self) -> int:
         """The number of ranks in a group, and in a machine if the layer shares with all."""
-        group = self.process_group
+        group = self.layer_communicator.communicator
         return (Group(group, "machine") if self.global_sync else group).size
 
     @property
     def num_groups(self) -> int:
         """The number of groups on the machine."""
-        group = self.process_group
+        group = self.layer_communicator.communicator
         if isinstance(group, Group) and group.spec != "machine":
             return group.parent.size // group.size
         return 1

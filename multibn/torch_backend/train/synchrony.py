@@ -36,8 +36,9 @@ def participants(model: nn.Module, process_group: CommunicatorLike, /) -> Commun
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             return as_communicator(module.process_group)
-        if isinstance(module, SyncNormBase) and module.process_group is not LOCAL:  # a ghost norm's
-            groups[name] = module.process_group
+        if isinstance(module, SyncNormBase):
+            groups[name] = module.layer_communicator.communicator
+    groups = {name: group for name, group in groups.items() if group is not LOCAL}  # ghost norms'
     return common_group(groups, parameter="process_group")
 
 

@@ -6,19 +6,24 @@ import os
 import pickle
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import multibn
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, Group, SingleProcess
+from multibn.communicators.communicator import identity
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
     average_gradients,
     convert_sync_batchnorm,
+    revert_sync_batchnorm,
 )
 from tests.harness.runs import on, only
 from tests.helpers import launch, require
@@ -96,17 +101,66 @@ def check_copies_share_the_group(world: Communicator) -> None:
         torch.load(buffer, weights_only=False),
         torch.optim.swa_utils.AveragedModel(model).module,
     ]
-    assert copies[0][1].process_group is group
-    assert copies[3][1].process_group is group
     x = _input(world)
     expected = model(x)
     for other in copies:
         torch.testing.assert_close(other(x), expected)
-        assert (other[1].process_group.rank, other[1].process_group.size) == (
-            group.rank,
-            group.size,
-        )
+        ranks = other[1].layer_communicator
+        assert (ranks.rank, ranks.size) == (group.rank, group.size)
     world.allreduce(torch.zeros(1))  # nobody leaves while another group still works
+
+
+def _natives(world: Communicator, ranks: list[int]) -> list[Any]:
+    """Groups of these ranks as libraries give them, to processes outside, too."""
+    if isinstance(world, TorchDistributed):
+        return [dist.new_group(ranks), dist.DeviceMesh("cpu", ranks)]
+    from mpi4py import MPI
+
+    return [MPI.COMM_WORLD.Create(MPI.COMM_WORLD.group.Incl(ranks))]
+
+
+def check_process_group_is_what_was_passed(world: Communicator) -> None:
+    """Users of torch's layer hand this attribute to torch.distributed."""
+    everyone = list(range(world.size))
+    for native in (
+        None,
+        world,
+        SingleProcess(),
+        Group(None, "machine"),
+        *_natives(world, everyone),
+    ):
+        model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), native)
+        passed = native.get_group() if isinstance(native, dist.DeviceMesh) else native
+        for layer in (_layer(3, process_group=native), model[0], copy.deepcopy(model)[0]):
+            assert layer.process_group is passed
+        again: Any = pickle.loads(pickle.dumps(model))[0]
+        mine, its = (identity(each.layer_communicator.communicator) for each in (model[0], again))
+        assert mine == its
+        convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), again.process_group)
+        if isinstance(passed, dist.ProcessGroup):
+            x = torch.ones(1)
+            dist.all_reduce(x, group=model[0].process_group)
+            assert x == world.size
+            theirs = convert_sync_batchnorm(nn.SyncBatchNorm(3, process_group=passed))
+            assert theirs.process_group is passed
+            assert revert_sync_batchnorm(theirs).process_group is passed
+
+
+def check_a_rank_outside_of_the_group_converts_and_is_refused_at_its_first_step(
+    world: Communicator,
+) -> None:
+    for native in _natives(world, [0]):
+        model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), native)
+        for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            each.eval()(torch.randn(2, 3, 4, 4))
+            expected = pytest.raises(
+                ValueError, match=r"is not part of the process group: got .* on (world )?rank \d"
+            )
+            with expected if world.rank else nullcontext():
+                each.train()(torch.randn(2, 3, 4, 4))
+            repr(each)
+        if world.rank and not isinstance(native, dist.DeviceMesh):
+            assert model[0].process_group == native
 
 
 def check_saved_model_loads_without_a_group(world: Communicator) -> None:
