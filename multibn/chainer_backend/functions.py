@@ -15,18 +15,18 @@ from chainer import functions as F
 
 from multibn import kernels, wire
 from multibn._arrays import array_namespace
-from multibn._typing import Array, check_residual
+from multibn._typing import Array, check_ints, check_residual
 from multibn.communicators import Communicator
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.resolve import default_group
 from multibn.engine import masks, statistics
-from multibn.engine.plan import INPUTS, Gradient, NormArgs, Plan
+from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.kernels import layout, reference
-from multibn.kernels.spec import options_of, unpack
+from multibn.kernels.spec import unpack
 
 
-def guard(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] | None:
-    """All that a plan for a call of `link` depends on; None where every call asks anew."""
+def plan_key(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] | None:
+    """Return all that a plan for a call of `link` depends on but options; None for no plan."""
     array, added = getattr(x, "array", x), getattr(residual, "array", residual)
     are_arrays = type(array) is np.ndarray and (residual is None or type(added) is np.ndarray)
     if not are_arrays or chainer.config.schedule_func is not None:
@@ -39,8 +39,10 @@ def guard(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] |
         or getattr(residual, "requires_grad", False)
     )
     key = [array.shape, array.dtype, needed, finetune, chainer.config.in_recomputing]
-    key += link.weighting, link.eps, link.fuse_relu
-    key += link.axis, link.avg_mean.shape, gamma is None, beta is None
+    key += gamma is None, beta is None
+    parameters = getattr(gamma, "array", gamma), getattr(beta, "array", beta)
+    for v in (*parameters, link.avg_mean, link.avg_var):
+        key += getattr(v, "shape", None), getattr(v, "dtype", None)
     if residual is not None:
         key += added.shape, added.dtype
     key.append(world and ref(world))  # weak: a plan keeps no group alive
@@ -68,24 +70,26 @@ def prepare(args: NormArgs, link: Any, finetune: bool) -> Plan:
 def check_input(
     x: Any,
     channels: tuple[int, ...],
-    axis: tuple[int, ...] | None,
+    axis: Any,
     communicator: Communicator,
     /,
     *,
+    link: Any = None,
     residual: Any = None,
     mask: Any = None,
     lengths: Any = None,
 ) -> tuple[tuple[int, ...], Array | None]:
-    """The axes to reduce, and the engine's mask.
+    """Return the axes to reduce, and the engine's mask.
 
-    Raises unless `x` is floating-point, its other axes are `channels`, and mask and residual fit.
-    Collective only if it raises: then the other ranks raise, too. `axis=None` is Chainer's rule:
-    the channel axes start at 1, all others are reduced.
+    Raise unless `x` is floating-point, its other axes are `channels`, and the options and
+    parameters of `link`, mask and residual fit. Collective only if it raises: then the other ranks
+    raise, too.
     """
-    if axis is None:
-        axis = statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + len(channels)))
     array, like, types = chainer.as_array(x), None, chainer.get_array_types()
     try:
+        if link is not None:
+            link.check_options()
+        axis = as_axes(axis, len(channels), getattr(x, "ndim", 0))
         if not isinstance(array, types):
             kind = type(x).__qualname__ + " without an array" * (array is not x)
             raise TypeError(f"the input must be a Variable or an array: got {kind}.")
@@ -103,6 +107,8 @@ def check_input(
             )
         if x.dtype.kind != "f":
             raise statistics.not_floating(x)
+        if link is not None:
+            _check_parameters(link, channels)
         if residual is not None:
             check_residual(residual, x, (Variable, *types), "a Variable or an array")
         kernels.select(array)  # may warn, which may be an error of this rank alone
@@ -111,6 +117,40 @@ def check_input(
         like = np.zeros(()) if like is None else like
         statistics.refuse(communicator, math.prod(channels), like=like, error=error)
         raise
+
+
+def as_axes(axis: Any, num_channel_axes: int, ndim: int) -> tuple[int, ...]:
+    """Return the axes to reduce, in order; None stands for all but the channel axes, from 1 on.
+
+    Raise TypeError or ValueError unless an input of a link can have such axes.
+    """
+    if axis is None:
+        return statistics.reduced_axes(ndim, range(1, 1 + num_channel_axes))
+    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    check_ints("axis", axes, least=0)
+    axes, ndim = tuple(sorted(map(int, axes))), len(axes) + num_channel_axes
+    if not axes or len({*axes}) < len(axes) or axes[-1] >= ndim:
+        raise ValueError(
+            f"`axis` must have 1 or more axes, each once and below {ndim}, the number of axes of "
+            f"an input with this `size`: got {axis!r}. None reduces all but the channel axes."
+        )
+    return axes
+
+
+def _check_parameters(link: Any, channels: tuple[int, ...]) -> None:
+    """Raise ValueError unless parameters and moving averages have a number for each channel."""
+    for name in ("gamma", "beta", "avg_mean", "avg_var"):
+        v = getattr(link, name)
+        if v is None and name in ("gamma", "beta"):
+            continue
+        v = chainer.as_array(v)
+        shape, dtype = getattr(v, "shape", None), getattr(v, "dtype", None)
+        if shape != channels or getattr(dtype, "kind", None) != "f":
+            got = f"shape {shape} in {dtype}" if dtype else type(v).__qualname__
+            raise ValueError(
+                f"`{name}` must have shape {channels}, a number for each channel of the input, in "
+                f"floating point: got {got}."
+            )
 
 
 _constant = partial(Variable, requires_grad=False)
@@ -147,14 +187,14 @@ class BatchNormalization(_CollectiveNode):
     def __init__(self, plan: Plan, args: NormArgs) -> None:
         super().__init__()
         self.plan, self.communicator = plan, plan.communicator
-        # Not `args` itself: of the arrays, Chainer keeps those that the backward pass needs.
-        self.eps, self.relu, self.mask = args.eps, args.relu, args.mask  # onnx_chainer reads `eps`
-        self._options, self._running = options_of(args), args.running
+        self.eps = args.eps  # for onnx_chainer
+        # Without arrays: Chainer keeps those that the backward pass needs.
+        self.args = args._replace(x=None, weight=None, bias=None, residual=None)
 
     @property
     def axis(self) -> tuple[int, ...]:
         """The axes to reduce, for the node that onnx_chainer makes in training."""
-        if self.relu or self.mask is not None or "residual" in self.plan.given:
+        if self.args.relu or self.args.mask is not None or "residual" in self.plan.given:
             raise NotImplementedError(
                 "ONNX has no batch normalization with a mask, a residual or a ReLU inside. Export "
                 "the model with train=False."
@@ -162,36 +202,32 @@ class BatchNormalization(_CollectiveNode):
         return self.plan.axis
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        has_residual = "residual" in self.plan.given
-        self.retain_inputs(tuple(range(len(inputs) - has_residual)))
-        if self.relu:
+        given = self.plan.given
+        self.retain_inputs(tuple(range(len(inputs) - ("residual" in given))))
+        if self.args.relu:
             self.retain_outputs((0,))
-        y, self.batch = self.plan.forward(self._arguments(inputs))
-        self._running = None  # the graph need not keep running statistics
+        args = self.args._replace(**dict(zip(given, inputs, strict=True)))
+        y, self.batch = self.plan.forward(args)
+        self.args = self.args._replace(running=None)  # a graph need not keep moving averages
         return (y,)
-
-    def _arguments(self, inputs: Sequence[Any]) -> NormArgs:
-        """The arguments of the pass: the node's inputs, or those retained, and the options."""
-        arrays = dict(zip(self.plan.given, inputs, strict=False))
-        x, weight, bias, residual = map(arrays.get, INPUTS)
-        others: Any = {"mask": self.mask, "residual": residual, "running": self._running}
-        return NormArgs(x, weight, bias, *self._options, **others)
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
+        given, args = self.plan.given, self.args
         inputs = self.get_retained_inputs()
-        y = self.get_retained_outputs()[0].array if self.relu else None
-        given = self.plan.given
+        y = self.get_retained_outputs()[0].array if args.relu else None
         if chainer.config.enable_backprop:  # enable_double_backprop=True
-            dy = masked(grad_outputs[0], self.mask if y is None else y > 0)
-            found = self._differentiable_gradients(self._arguments(inputs), dy)
+            args = args._replace(**dict(zip(given, inputs, strict=False)))
+            dy = masked(grad_outputs[0], args.mask if y is None else y > 0)
+            found = self._differentiable_gradients(args, dy)
             return (*found, dy)[: len(given)]
         (dy,) = map(chainer.as_array, grad_outputs)
         if chainer.is_debug():
-            counted = reference.masked(dy, self.mask)
+            counted = reference.masked(dy, args.mask)
             raise_for_nan_gradients(self.communicator, bool((counted != counted).any()))
-        args = self._arguments([*map(chainer.as_array, inputs)])
+        arrays = dict(zip(given, map(chainer.as_array, inputs), strict=False))
+        args = args._replace(**arrays)
         has_residual = "residual" in given
         # Without a residual, `x` has the signs.
         g = Gradient(dy, args, self.batch, y if has_residual else None)

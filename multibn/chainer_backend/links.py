@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,6 +63,10 @@ class LinkOptions(NormOptions):
         super().check()
         check_number("decay", self.decay, "[0, 1]")
         check_choice("avg_var", self.avg_var, RunningVar)
+
+
+# The attributes that plans depend on.
+_OPTIONS = {LinkOptions.attributes.get(field.name, field.name) for field in fields(LinkOptions)}
 
 
 class MultiNodeBatchNormalization(chainer.Link):
@@ -166,7 +170,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.eps = eps
         self.nonfinite: Nonfinite = nonfinite
         self.fuse_relu = fuse_relu
-        LinkOptions.of(self).check()
+        self.check_options()
         check_bool(use_gamma=use_gamma, use_beta=use_beta)
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
         if self._highprec_dtype.kind != "f":
@@ -175,12 +179,21 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.add_persistent("N", 0)
         self.add_persistent("avg_mean", np.zeros(size, self._highprec_dtype))
         self.add_persistent("avg_var", np.zeros(size, self._highprec_dtype))
-        self.axis = None if axis is None else _checked(axis, self.avg_mean.ndim)
+        self.axis = None if axis is None else functions.as_axes(axis, self.avg_mean.ndim, 0)
         with self.init_scope():
             if use_gamma:
                 self.gamma = self._parameter(1 if initial_gamma is None else initial_gamma)
             if use_beta:
                 self.beta = self._parameter(0 if initial_beta is None else initial_beta)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _OPTIONS and self in _layer_communicators:
+            _layer_communicators[self].plans.clear()
+
+    def check_options(self) -> None:
+        """Raise TypeError or ValueError for a wrong value of an option, which may be set later."""
+        LinkOptions.of(self).check()
 
     @property
     def layer_communicator(self) -> LayerCommunicator:
@@ -259,14 +272,16 @@ class MultiNodeBatchNormalization(chainer.Link):
         pass's allreduce; each of its allreduces has another one in the next derivative.
         """
         trains, key, plan = chainer.config.train, None, None
-        sharing: Any = self.layer_communicator if trains else SingleProcess()
+        sharing: Any = SingleProcess()
+        if trains:
+            sharing = _layer_communicators.get(self) or self.layer_communicator
         if trains and mask is lengths is None:
-            key = functions.guard(x, residual, self, finetune)
+            key = functions.plan_key(x, residual, self, finetune)
             plan = sharing.plans.get(key)
         if plan is None:
             options = {"residual": residual, "mask": mask, "lengths": lengths}
-            channels = self.avg_mean.shape
-            axis, mask = functions.check_input(x, channels, self.axis, sharing, **options)
+            of_link = np.shape(self.avg_mean), self.axis
+            axis, mask = functions.check_input(x, *of_link, sharing, link=self, **options)
         else:
             axis = plan.axis
         others: Any = {"relu": self.fuse_relu, "mask": mask, "residual": residual}
@@ -289,7 +304,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             args = args._replace(running=moved)
         arrays = [getattr(args, name) for name in plan.given]
         (y,) = functions.BatchNormalization(plan, args).apply(arrays)
-        if moved is running:
+        if finetune and moved is running:
             self.count(running)
         return y
 
@@ -377,19 +392,6 @@ def _name(link: chainer.Link | None) -> str:
     """The link's name in the model whose forward pass is running."""
     path = find_module_path(link, chainer.Link, lambda model: model.namedlinks(skipself=True))
     return path.strip("/").replace("/", ".") or type(link).__qualname__
-
-
-def _checked(axis: Any, num_channel_axes: int) -> tuple[int, ...]:
-    """The axes to reduce, in order; raises unless an input can have them."""
-    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    check_ints("axis", axes, least=0)
-    axes, ndim = tuple(sorted(map(int, axes))), len(axes) + num_channel_axes
-    if not axes or len({*axes}) < len(axes) or axes[-1] >= ndim:
-        raise ValueError(
-            f"`axis` must have 1 or more axes, each once and below {ndim}, the number of axes of "
-            f"an input with this `size`: got {axis!r}. None reduces all but the channel axes."
-        )
-    return axes
 
 
 def _wrapped(comm: CommunicatorLike, communication_backend: str) -> Communicator:

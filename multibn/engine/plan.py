@@ -156,6 +156,8 @@ class Plan:
     ) -> tuple[Any, BatchStatistics]:
         """Finish a pass whose sum is not the batch's, as all ranks do: they see the same sum."""
         summed, batch, count = found
+        if state == CANCELLED and self._phase == "about the mean":
+            return args.x, batch  # of the output there is no need, and of ever smaller means no end
         if state == CANCELLED:  # one more message, of moments about the mean
             about, centre = reference.about(args, batch.mean)
             options: Any = {"weighting": self.weighting, "verbs": self._verbs}

@@ -109,6 +109,40 @@ def test_an_option_set_later_on_one_rank_is_an_error_on_all(name: str, value: An
     run_ranks(2, check)
 
 
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("eps", -1.0, "`eps` must be in"),
+        ("decay", 3.0, "`decay` must be in"),
+        ("nonfinite", "x", "`nonfinite` must be one of"),
+        ("gamma", np.ones(1), r"`gamma` must have shape \(3,\), .*: got shape \(1,\) in float64"),
+        ("gamma", np.ones((3, 1)), r"`gamma` must .*: got shape \(3, 1\) in float64"),
+        ("beta", np.ones(3, int), r"`beta` must .* in floating point: got shape \(3,\) in int64"),
+        ("gamma", chainer.Parameter(), r"`gamma` must .*: got NoneType"),
+        ("avg_var", np.ones(3, int), r"`avg_var` must .*: got shape \(3,\) in int64"),
+        ("avg_mean", [0.0] * 3, r"`avg_mean` must .*: got list"),
+        ("avg_var", None, r"`avg_var` must .*: got NoneType"),
+    ],
+)
+def test_what_is_set_later_on_one_rank_is_refused_on_all(
+    name: str, value: Any, message: str, finetune: bool
+) -> None:
+    """As torch's layers refuse it: before the message, whether there is a plan for such inputs."""
+
+    def call(wrong: bool, communicator: ThreadCommunicator) -> None:
+        link, x = MultiNodeBatchNormalization(3, communicator, dtype="d"), np.eye(4, 3)
+        for _ in range(2):
+            link(x, finetune)
+        if wrong and name in ("gamma", "beta") and isinstance(value, np.ndarray):
+            getattr(link, name).array = value
+        elif wrong:
+            setattr(link, name, value)
+        link(x, finetune)
+
+    errors_of_rank_0(call, ValueError, message)
+
+
 def test_deepcopy_keeps_the_communicator_and_honours_the_memo() -> None:
     a = MultiNodeBatchNormalization(3, LOCAL)
     b: Any = MultiNodeBatchNormalization(3, LOCAL, use_gamma=False)

@@ -281,6 +281,31 @@ def test_wrong_arguments_are_refused_when_built(room: Callable[[], dict[Call, Ca
     assert not wrong, "\n".join(wrong)
 
 
+def test_an_option_of_a_link_that_is_set_later_is_refused_by_the_next_call() -> None:
+    calls, wrong = _calls(_chainer), []
+    from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization
+
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    attributes = LinkOptions.attributes
+    for name, value, named in _wrong(MultiNodeBatchNormalization):
+        if name not in vars(LinkOptions()) or name in ("use_gamma", "use_beta"):
+            continue
+        link = calls[MultiNodeBatchNormalization]()
+        for _ in range(2):  # checked, and by a plan
+            link(x)
+        before = link.avg_mean.copy()
+        setattr(link, attributes.get(name, name), value)
+        try:
+            link(x)
+            said = "accepted"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            if re.search(named, str(error)) and (link.avg_mean == before).all():
+                continue
+        wrong.append(f"{name}={value!r}: {said}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_a_text_is_no_flag() -> None:
     no: Any = "no"
     with pytest.raises(TypeError, match=r"`fuse_relu` must be a bool: got 'no' of type str\.$"):
