@@ -13,4 +13,4 @@ from multibn.chainer_backend.extensions import (
     FinetunePopulationStatistics as FinetunePopulationStatistics,
 )
 from multibn.chainer_backend.links import MultiNodeBatchNormalization as MultiNodeBatchNormalization
-from multibn.chainer_backend.links import step_statistics as step_statistics
+from multibn.chainer_backend.step_statistics import step_statistics as step_statistics

@@ -20,7 +20,7 @@ from multibn._typing import check_bool, list_obstacles
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.check_sync import participants
 from multibn.chainer_backend.convert import others
-from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link, steps
+from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link, step_accumulators
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.engine.precise import Pass, Population, input_of, length_of
 
@@ -226,7 +226,7 @@ def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
         for name in sorted(link._persistent)
         if (value := link.__dict__[name]) is not None
     ]
-    in_steps = {link: steps.pop(link) for link in target.links() if link in steps}
+    in_steps = {k: step_accumulators.pop(k) for k in target.links() if k in step_accumulators}
     random_state = np.random.get_state()  # noqa: NPY002 (Chainer's dropout uses this state)
     reporter = chainer.Reporter()
     for link in (target, function):  # the function may be a chain that contains the target
@@ -237,7 +237,7 @@ def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
             yield
     finally:
         np.random.set_state(random_state)  # noqa: NPY002
-        steps.update(in_steps)
+        step_accumulators.update(in_steps)
         for link, name, value, before in persistent:
             link.__dict__[name] = value
             if isinstance(value, chainer.get_array_types()):

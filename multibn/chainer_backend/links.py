@@ -1,8 +1,7 @@
 """Batch normalization links for Chainer."""
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +29,7 @@ from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine.plan import NormArgs
-from multibn.engine.running import StepAccumulator, update_running
+from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
 from multibn.options import NormOptions
 
@@ -297,9 +296,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         convention = self.avg_var_convention
         running = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
         moved: Any = running
-        if self in steps:
-            steps[self] = moved = steps[self] or StepAccumulator(self.avg_mean)
-            moved.running = running
+        if self in step_accumulators:
+            moved = step_accumulators[self] or StepAccumulator(self.avg_mean)
+            step_accumulators[self], moved.running = moved, running
         if not chainer.config.in_recomputing:  # by F.forget
             args = args._replace(running=moved)
         arrays = [getattr(args, name) for name in plan.given]
@@ -336,56 +335,7 @@ class MultiNodeBatchNormalization(chainer.Link):
 _layer_communicators: WeakKeyDictionary[chainer.Link, LayerCommunicator] = WeakKeyDictionary()
 
 # The links in a step of `step_statistics`, and their pools after a call. Copies are in no step.
-steps: WeakKeyDictionary[chainer.Link, StepAccumulator | None] = WeakKeyDictionary()
-
-
-@contextmanager
-def step_statistics(model: chainer.Link) -> Iterator[None]:
-    """Update the moving averages of `model` once for all forward passes in this context.
-
-    As `multibn.torch.step_statistics`; `N` moves by one if the last call of the link had
-    `finetune=True`. Not collective.
-
-    Parameters
-    ----------
-    model
-        A chain with multi-node links, or one such link.
-
-    Raises
-    ------
-    ValueError
-        If `model` has no multi-node link.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn.chainer import MultiNodeBatchNormalization, step_statistics
-    >>> link = MultiNodeBatchNormalization(1, None, decay=0.0)
-    >>> with step_statistics(link):
-    ...     for x in np.asarray([[[1.0], [3.0]], [[5.0], [7.0]]], "f"):
-    ...         y = link(x)
-    >>> print(link.avg_mean)
-    [4.]
-    """
-    check_link("model", model)
-    links = [link for link in model.links() if isinstance(link, MultiNodeBatchNormalization)]
-    if not links:
-        raise ValueError(
-            "`model` must have a multi-node link: got none in "
-            f"{type(model).__qualname__}. Convert the model by create_mnbn_model."
-        )
-    entered = [link for link in links if link not in steps]
-    steps.update(dict.fromkeys(entered))
-    try:
-        yield
-    finally:
-        pools = [(link, steps.pop(link)) for link in entered]
-    for link, pool in pools:
-        if pool is not None:
-            # The arrays of this moment: others may have taken the place of those of the call.
-            running = pool.running._replace(mean=link.avg_mean, var=link.avg_var)
-            update_running(running, *pool.compute())
-            link.count(running)
+step_accumulators: WeakKeyDictionary[chainer.Link, StepAccumulator | None] = WeakKeyDictionary()
 
 
 def _name(link: chainer.Link | None) -> str:

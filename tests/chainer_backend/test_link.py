@@ -128,7 +128,7 @@ def test_an_option_set_later_on_one_rank_is_an_error_on_all(name: str, value: An
 def test_what_is_set_later_on_one_rank_is_refused_on_all(
     name: str, value: Any, message: str, finetune: bool
 ) -> None:
-    """As torch's layers refuse it: before the message, whether there is a plan for such inputs."""
+    """The next call raises before its message, with a plan for such inputs or without one."""
 
     def call(wrong: bool, communicator: ThreadCommunicator) -> None:
         link, x = MultiNodeBatchNormalization(3, communicator, dtype="d"), np.eye(4, 3)
