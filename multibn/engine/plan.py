@@ -72,7 +72,7 @@ class Plan:
         copied: bool = False,
     ) -> None:
         x = args.x
-        self.axis = args.axis
+        self.eps, self.axis, self.relu = args.eps, args.axis, args.relu
         self.given = tuple(name for name in INPUTS if getattr(args, name) is not None)
         self.channels, _, *self._lengths = sizes(x.shape, args.axis)
         self.weighting: Weighting = weighting

@@ -66,12 +66,10 @@ class _Library(NamedTuple):
     contiguous: Any
     strides: Any
     numbers: Any  # memory of a shape, for float64 numbers unless a dtype is passed
-    changed: Any  # called when the core has written to running statistics
+    changed: Any  # called with the running statistics to which the core has written
 
 
-_NUMPY = _Library(
-    np.empty_like, np.ascontiguousarray, attrgetter("strides"), np.empty, lambda *arrays: None
-)
+_NUMPY = _Library(np.empty_like, np.ascontiguousarray, attrgetter("strides"), np.empty, bool)
 
 
 def _library_of(kind: type) -> _Library:
@@ -82,13 +80,10 @@ def _library_of(kind: type) -> _Library:
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     _use_arrays(torch.Tensor, torch.nn.Parameter, exchange)
 
-    def changed(*arrays: Array | None) -> None:
-        torch._C._increment_version(arrays if arrays[-1] is not None else arrays[:-1])
-
     # The default device may be a GPU.
     numbers = partial(torch.empty, dtype=torch.float64, device="cpu")
     of_tensor = torch.Tensor.contiguous, torch.Tensor.stride
-    return _Library(torch.empty_like, *of_tensor, numbers, changed)
+    return _Library(torch.empty_like, *of_tensor, numbers, torch._C._increment_version)
 
 
 _library: Any = cache(_library_of)
@@ -108,16 +103,10 @@ def _statistics_like(
 def _rows_like(
     numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: Any, num_rows: int
 ) -> Array:
-    """An array like that many coefficients of each channel."""
+    """An array like that many coefficients of each channel, which take the place of an output."""
     like = numbers(0, dtype=dtype)
     arithmetic = reference.arithmetic_dtype(array_namespace(like), dtype)
     return numbers((num_rows, *channels(shape, axis)), dtype=arithmetic)
-
-
-def _new_rows(args: NormArgs, num_rows: int) -> Array:
-    """Memory for coefficients, which take the place of an output."""
-    x, library = args.x, _library(type(args.x))
-    return library.empty_like(_rows_like(library.numbers, x.shape, args.axis, x.dtype, num_rows))
 
 
 def begin_forward(
@@ -146,8 +135,9 @@ def finish_forward(
     library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
     like, per_channel = _statistics_like(library.numbers, args.x.shape, args.axis)
-    batch = PackedStatistics(new(like), per_channel)
-    out = _new_rows(args, 3) if coefficients else new(args.x)
+    batch = tuple.__new__(PackedStatistics, (new(like), per_channel))  # without a call of Python
+    x, axis = args.x, args.axis
+    out = new(_rows_like(library.numbers, x.shape, axis, x.dtype, 3) if coefficients else x)
     taken, state = args, _core.finish_forward(args, batch, out, coefficients, *message)
     if state is None:
         taken, state = _with_copies(_core.finish_forward, args, batch, out, coefficients, *message)
@@ -155,7 +145,8 @@ def finish_forward(
         return reference.finish_forward(args, *message, coefficients=coefficients)
     running = args.running
     if taken.running is not None:
-        library.changed(running.mean, running.var, running.num_batches)
+        mean, var, _, _, counter = running
+        library.changed((mean, var) if counter is None else (mean, var, counter))
     elif running is not None and state == OK:
         update_running(running, *unpack(batch)[:3], count)
     return out, batch, state
@@ -181,8 +172,10 @@ def finish_backward(
 ) -> tuple[Array, Array | None]:
     """Do as `reference.finish_backward`."""
     if taken is not None:
-        new = _library(type(taken.input.x)).empty_like
-        out = _new_rows(g.input, 4) if coefficients else new(taken.input.x)
+        library = _library(type(taken.input.x))
+        new = library.empty_like
+        x, axis = taken.input.x, taken.input.axis
+        out = new(_rows_like(library.numbers, x.shape, axis, x.dtype, 4) if coefficients else x)
         dresidual = None if g.y is None or coefficients else new(out)
         if _core.finish_backward(taken, summed, out, coefficients, dresidual) is not None:
             return out, dresidual
@@ -204,7 +197,9 @@ def parameter_gradients(
 
 def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
     """Do as `reference.normalize`."""
-    out = _new_rows(args, 3) if coefficients else _library(type(args.x)).empty_like(args.x)
+    x, library = args.x, _library(type(args.x))
+    like = _rows_like(library.numbers, x.shape, args.axis, x.dtype, 3) if coefficients else x
+    out = library.empty_like(like)
     done = _core.normalize(args, batch, out, coefficients)
     if done is None:
         _, done = _with_copies(_core.normalize, args, batch, out, coefficients)

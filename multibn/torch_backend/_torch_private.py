@@ -4,9 +4,11 @@ Four are attributes of torch's own objects, whose values change, and stand here 
 module that torch loads when it needs the module.
 """
 
+import sys
+
 import torch
+import torch.distributed as dist
 from torch._C import _functorch
-from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,8 +23,6 @@ MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
 get_tracing_state = torch._C._get_tracing_state
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 is_legacy_batchedtensor = _functorch.is_legacy_batchedtensor
-# By which the compiler keeps operators that communicate in their order.
-EffectType, register_effectful_op = effects._EffectType, effects._register_effectful_op
 # torch.nn.utils has the like for parameters, of one dtype.
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
 unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
@@ -35,7 +35,13 @@ TANGENT_LEVEL = "_current_level"
 # torch.compiler's: whether torch.export runs. `is_exporting()` of torch 2.11 is true in
 # torch.compile, too.
 IS_EXPORTING = "_is_exporting_flag"
-# Captures compiled code, for mode="reduce-overhead", and raises where its memory is kept.
-CUDA_GRAPH_TREES = "torch._inductor.cudagraph_trees"
 # DistributedDataParallel's, without which it stays as it is.
 DDP_ATTRIBUTES = "_assign_modules_buffers", "_has_rebuilt_buckets"
+# torch.distributed's, with the default process group; None where torch has no torch.distributed.
+WORLD = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
+
+
+def captures_cuda_graphs() -> bool:
+    """Return whether inductor compiles for CUDA graphs now, as for mode="reduce-overhead"."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and bool(config.triton.cudagraphs)

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
-from multibn.torch_backend.layer import compiled, dtensors, functional, modules, validation
+from multibn.torch_backend.layer import dtensors, functional, modules, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import communicator_of, updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
@@ -175,7 +175,7 @@ class _Sharing(functional.BatchNormMode):
         if isinstance(running, StepAccumulator):
             running.momentum = momentum
         args, sharing = args._replace(running=running), (num_channels, layer.layer_communicator)
-        y, batch = compiled.forward(args, *sharing, weighting=layer.weighting)
+        y, batch = functional.forward(args, *sharing, weighting=layer.weighting)
         if running is not None and before is not None and counter is not None:
             # The forward pass has counted, once for each call. Neither a recomputation counts, nor
             # a batch that is empty on all ranks.

@@ -20,7 +20,7 @@ from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
-from multibn.torch_backend.layer import compiled, data_parallel, functional, validation
+from multibn.torch_backend.layer import data_parallel, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, without_none
@@ -58,7 +58,7 @@ class BatchNorm(_BatchNorm):
             return call_node(self, input, **without_none(mask=mask, lengths=lengths))
         if mask is lengths is None:
             return super().forward(input)
-        mask = compiled.mask_of(input, mask, lengths, self.num_features, LOCAL)
+        mask = validation.mask_of(input, mask, lengths, self.num_features, LOCAL)
         mean, var = self.running_mean, self.running_var
         if self.training or mean is None:
             axis = validation.non_channel_axes(input)
@@ -66,7 +66,7 @@ class BatchNorm(_BatchNorm):
             args = NormArgs(
                 input, self.weight, self.bias, self.eps, axis, mask=mask, running=running
             )
-            return compiled.forward(args, self.num_features, LOCAL, weighting="element")[0]
+            return functional.forward(args, self.num_features, LOCAL, weighting="element")[0]
         x, parameters = reference.masked(input, mask), (self.weight, self.bias)
         y = functional.normalize_with_running_stats(x, *parameters, mean, var, eps=self.eps)
         return reference.masked(y, mask)

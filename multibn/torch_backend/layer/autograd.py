@@ -14,7 +14,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,6 +34,7 @@ from multibn.torch_backend._torch_private import (
     ACTIVE_DDP,
     MAKE_FX,
     TANGENT_LEVEL,
+    WORLD,
     get_dispatch_mode,
     get_tracing_state,
     is_any_autocast_enabled,
@@ -45,17 +45,27 @@ from multibn.torch_backend._torch_private import (
 from multibn.torch_backend.layer import dtensors
 
 _NOTHING = nullcontext()
-_group: Any = dist.group if dist.is_available() else None
+
+
+def call_context() -> object:
+    """Return what a plan depends on beside a layer and its input: the default group, and DDP.
+
+    Inside of DDP's `join` the result equals no other one, so that each call is validated.
+    """
+    ddp: Any = getattr(DistributedDataParallel, ACTIVE_DDP, None)
+    world = None if WORLD is None else WORLD.default_pg  # may be made anew
+    if ddp is None:  # weak: a plan keeps neither alive, and another one in their place is not equal
+        return None if world is None else ref(world)
+    return object() if ddp._join_config.enable else (ref(ddp), world and ref(world))
 
 
 def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
-    """All that a plan for `args` depends on; None where every call is a question of its own.
+    """Return the cache key of the plan for `args`, or None if the call must not be cached.
 
-    An input for which a layer has a plan under this key has been checked, as have the parameters
-    and the running statistics. The rows of the table are tests/torch_backend/layer/test_guard.py's.
+    A cached plan under this key implies that input, parameters and running statistics were
+    validated. The rows of the table are tests/torch_backend/layer/test_guard.py's.
     """
-    x: Any = args.x
-    ddp: Any = getattr(DistributedDataParallel, ACTIVE_DDP, None)
+    x, weight, bias, residual, running = args.x, args.weight, args.bias, args.residual, args.running
     if (
         type(x) is not Tensor
         or x.layout is not torch.strided
@@ -64,16 +74,13 @@ def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
         or getattr(forward_ad, TANGENT_LEVEL, -1) >= 0  # tangents
         or get_dispatch_mode(MAKE_FX)
         or get_tracing_state() is not None
-        or (ddp is not None and ddp._join_config.enable)
     ):
         return None
     needed = x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
-    weight, bias, residual, running = args.weight, args.bias, args.residual, args.running
-    key: tuple[Any, ...] = (x.shape, x.stride(), x.dtype, x.device, needed, *options_of(args))
-    world = None if _group is None else _group.WORLD  # may be made anew
-    # Weak: a plan keeps neither alive, and another one in the same place is another one.
-    alive = None if ddp is None else ref(ddp), None if world is None else ref(world)
-    key += weighting, args.mask is None, type(running), weight is None, *alive
+    key: tuple[Any, ...] = (
+        x.shape, x.stride(), x.dtype, x.device, needed, *options_of(args), weighting,
+        args.mask is None, type(running), weight is None, call_context(),
+    )  # fmt: skip
     if weight is not None:
         key += type(weight), weight.shape, weight.dtype, weight.device, bias is None
     if bias is not None:
@@ -164,47 +171,57 @@ def needs_gradient(x: Tensor) -> bool:
 class SyncBatchNormFunction(torch.autograd.Function):
     """The autograd node, of an input and its statistics, which have no gradient. Collective.
 
-    The plan of a call is the engine's, or, in compiled code, that of `compiled`, whose output may
-    differ from that of the kernels in the last digit, and so in the signs before a ReLU.
+    The plan is the engine's, or, in compiled code, that of `compiled`, whose output may differ
+    from that of the kernels in the last digit, and so in the signs before a ReLU.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[Any, NormArgs], *_: Tensor | None
+        ctx: Any, plan_and_args: tuple[Any, NormArgs], *_: Tensor | None
     ) -> tuple[Tensor, BatchStatistics]:
-        # torch looks at each argument of this function, so that the two are one.
-        plan, args = call
+        # They are packed into one argument, as `apply` inspects each.
+        plan, args = plan_and_args
         is_eager = type(plan) is Plan
         if is_eager and not args.x.is_cpu:
             args = with_kernel_layout(args)
         if is_eager and recompute.state.stack:
             with disable_dispatch_modes_in_recompute(), without_autocast(args.x):
                 y, batch = plan.forward(args)
-        else:
+        elif is_any_autocast_enabled():
             with without_autocast(args.x):
                 y, batch = plan.forward(args)
+        else:
+            y, batch = plan.forward(args)
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-        ctx.call = plan, batch, options_of(args)
+        ctx.plan_and_batch = plan, batch
         output = y if args.relu and (args.residual is not None or not is_eager) else None
         ctx.save_for_backward(args.x, args.weight, args.bias, args.mask, output)
         return y, batch
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mask, y = ctx.saved_tensors
-        _, *needed = ctx.needs_input_grad
-        plan, batch, options = ctx.call
-        args = NormArgs(x, weight, bias, *options, mask=mask)  # type: ignore[misc]
-        g = Gradient(grad_outputs[0], args, batch, y, needed[0])
-        with without_autocast(x):
-            if _needs_graph(g.dy):
-                return None, *_differentiable_backward(g, needed, plan)
-            if torch.is_anomaly_enabled() and type(plan) is Plan:
-                raise_for_nan_gradient(g, plan.communicator)
-            dx, dresidual, dweight, dbias = plan.backward(g)
-            if dresidual is None and needed[3]:
-                dresidual = reference.residual_gradient(g)
-        return None, dx, dweight, dbias, dresidual
+        if is_any_autocast_enabled():
+            with without_autocast(grad_outputs[0]):
+                return _gradients(ctx, grad_outputs[0])
+        return _gradients(ctx, grad_outputs[0])
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the arguments of `SyncBatchNormFunction`. Collective."""
+    x, weight, bias, mask, y = ctx.saved_tensors
+    _, *needed = ctx.needs_input_grad
+    plan, batch = ctx.plan_and_batch
+    args = NormArgs(x, weight, bias, plan.eps, plan.axis, plan.relu, mask)
+    g = Gradient(dy, args, batch, y, needed[0])
+    # With `create_graph`, torch is to differentiate the backward pass; or to batch it.
+    if torch.is_grad_enabled() or is_transformed() or is_legacy_batchedtensor(dy):
+        return None, *_differentiable_backward(g, needed, plan)
+    if torch.is_anomaly_enabled() and type(plan) is Plan:
+        raise_for_nan_gradient(g, plan.communicator)
+    dx, dresidual, dweight, dbias = plan.backward(g)
+    if dresidual is None and needed[3]:
+        dresidual = reference.residual_gradient(g)
+    return None, dx, dweight, dbias, dresidual
 
 
 def with_kernel_layout(args: NormArgs) -> NormArgs:
@@ -234,11 +251,6 @@ def raise_for_nan_gradient(g: Gradient, communicator: Communicator) -> None:
     if g.needs_dx:
         dy = reference.masked(g.dy, g.input.mask)
         raise_for_nan_gradients(communicator, bool(dy.isnan().any()))
-
-
-def _needs_graph(dy: Tensor) -> bool:
-    """Whether torch is to differentiate the backward pass (`create_graph`), or to batch it."""
-    return torch.is_grad_enabled() or is_transformed() or is_legacy_batchedtensor(dy)
 
 
 def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> list[Tensor | None]:

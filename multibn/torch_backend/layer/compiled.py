@@ -1,169 +1,167 @@
-"""A layer's pass in compiled code: operators for sums and message, the compiler for elements.
+"""Layers under torch.compile: operators for sums and messages, the compiler for elements.
 
-The operators are the eager kernels, called without a look inside, in the order of the layers. They
-return a few numbers per channel. The compiler fuses `(x - centre) * scale + shift`, and the like of
-the gradient, with the operations around the layer. Meta and fake tensors take the same way.
+The operators run the eager kernels and return a few numbers per channel. The compiler fuses
+`(x - centre) * scale + shift`, and its counterpart for the gradient, with the operations around the
+layer. Meta and fake tensors take the same path. In the call tree, C is the number of channels::
 
-An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
+    functional.forward         traced by Dynamo
+      multibn::forward         traced by AOTAutograd, which sees the operations inside
+        SyncBatchNormFunction
+          _Traced.forward      multibn::forward_sums: 3C coefficients, 2C+2 statistics (float64)
+          _Traced.backward     multibn::backward_sums: 4C coefficients, gradients of parameters
+
+An operator finds its layer and its plan by a text, which also stands in a graph that torch loads
+from its cache on disk. The compiler guards all that the text says. What no graph can guard
+is asked when an operator runs: the rows of tests/torch_backend/layer/test_compiled_guard.py.
 """
 
-import math
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+import zlib
+from ast import literal_eval
+from collections.abc import Callable
+from functools import lru_cache, partial
+from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, get_type_hints
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary, ref
 
 import array_api_compat.torch  # noqa: F401  (traced code finds it, and must not load it)
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
-from multibn._typing import Array, Weighting
+from multibn._typing import Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import recompute
 from multibn.engine.plan import Gradient, NormArgs, Plan
-from multibn.engine.running import StepAccumulator
-from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference, select, steps
 from multibn.kernels.layout import channels
 from multibn.kernels.spec import PackedStatistics, unpack
-from multibn.torch_backend._torch_private import (
-    CUDA_GRAPH_TREES,
-    IS_EXPORTING,
-    EffectType,
-    FakeTensor,
-    register_effectful_op,
-)
-from multibn.torch_backend.layer import autograd, dtensors, functional, validation
+from multibn.torch_backend._torch_private import IS_EXPORTING, FakeTensor, captures_cuda_graphs
+from multibn.torch_backend.layer import autograd, validation
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
-_communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
+_layers: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
+_numbers = count()
+# A graph of other code on disk must not be found.
+_CODE = zlib.crc32(b"".join(Path(m.__file__).read_bytes() for m in (autograd, reference, steps)))
 
 
-def register(communicator: Communicator, /) -> None:
-    """Let the operators find a communicator by its id."""
-    _communicators[id(communicator)] = communicator
+def register(communicator: Any, /) -> None:
+    """Give a communicator the name by which operators find the communicator."""
+    communicator.operator_name = f"{_CODE:x}.{next(_numbers)}"
+    _layers[communicator.operator_name] = communicator
 
 
 def is_compiling_or_fake(x: Any, /) -> bool:
-    """Whether `forward` is to take `x`: in compiled code, and without data."""
-    return torch.compiler.is_compiling() or _has_no_data(x)
+    """Return whether operators must handle `x`: in compiled code, or for meta or fake tensors."""
+    is_fake = isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
+    return torch.compiler.is_compiling() or is_fake
 
 
 def is_exporting_or_tracing() -> bool:
-    """Whether an exported program or a trace is made, which can hold torch's own batch norm."""
+    """Return whether torch.export or torch.jit.trace runs: both can hold torch's batch norm."""
     return getattr(torch.compiler, IS_EXPORTING) or torch.jit.is_tracing()
-
-
-def _has_no_data(x: Any) -> bool:
-    return isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
-
-
-def forward(
-    args: NormArgs, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
-) -> tuple[Tensor, BatchStatistics]:
-    """Do as `functional.forward`, in compiled code and without data, too.
-
-    Compiled code cannot tell whether it runs in a recomputation. There, a batch has a count of 0,
-    by which running statistics do not move.
-    """
-    compiling = torch.compiler.is_compiling()
-    if compiling and getattr(torch.compiler, IS_EXPORTING):
-        raise RuntimeError(
-            "torch.export cannot export layers that share statistics in training: the program "
-            "would need the processes of this run. Call model.eval() first, or export a copy of "
-            "the model after revert_sync_batchnorm."
-        )
-    arguments: Any = args, num_channels, communicator
-    # No operator takes these and plain tensors.
-    if compiling and dtensors.among((args.x, args.weight, args.bias)):
-        torch._dynamo.graph_break(
-            msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
-            "Call torch.compile without fullgraph=True."
-        )
-        return torch.compiler.disable(functional.forward)(*arguments, weighting=weighting)
-    # Dynamo may compile that frame even where it skips this one, so is_compiling_or_fake is wrong.
-    if autograd.is_transformed() if compiling else not _has_no_data(args.x):
-        return functional.forward(*arguments, weighting=weighting)
-    if not compiling:
-        validation.check_input(args.x, num_channels)
-        try:
-            validation.check_options(args)
-        except ValueError as error:  # of a layer with data, whose other ranks may have some
-            validation.raise_on_all_ranks(error, args.x, num_channels, communicator)
-    sharing = num_channels, id(communicator), weighting
-    y, *numbers = torch.ops.multibn.forward(*_spread(args), *sharing)
-    batch = BatchStatistics(*numbers)
-    of_all = args.x.numel() // max(batch.mean.numel(), 1)
-    count: Any = of_all if args.mask is None else args.mask.sum()
-    if isinstance(args.running, StepAccumulator):
-        args.running.add(batch, local_count=count)
-    elif args.running is not None:
-        local_count = torch.ones_like(batch.count) * count
-        torch.ops.multibn.update_running(*args.running, *batch[:3], local_count)
-    return y, batch
-
-
-def mask_of(
-    x: Any, mask: Any, lengths: Any, num_channels: int, communicator: Communicator
-) -> Tensor | None:
-    """Do as `validation.mask_of`; in compiled code an operator does so."""
-    if (mask is None and lengths is None) or not torch.compiler.is_compiling():
-        return validation.mask_of(x, mask, lengths, num_channels, communicator)
-    checked: Tensor = torch.ops.multibn.mask(x, mask, lengths, num_channels, id(communicator))
-    return checked
 
 
 _LIBRARY = torch.library.Library("multibn", "DEF")
 
 
 def operator(
-    schema: str, like: Callable[..., Any] | None = None
+    schema: str, fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the operator of this schema in the namespace `multibn`.
 
-    The compiler looks inside unless `like` says what the operator returns, in shape and dtype. Such
-    operators talk: their order stays, none is dropped or repeated, and no CUDA graph holds one.
+    The compiler looks inside unless `fake` says what the operator returns, in shape and dtype. Such
+    operators communicate: none is removed or repeated, and no CUDA graph holds one. `_call` keeps
+    their order.
     """
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        _LIBRARY.define(schema, tags=[] if like is None else [torch.Tag.cudagraph_unsafe])
-        kind = "CompositeImplicitAutograd" if like is None else "CompositeExplicitAutograd"
+        # Else inductor would copy an activation into the strides that it was traced with.
+        tags = torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout
+        _LIBRARY.define(schema, tags=() if fake is None else tags)
+        kind = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
         _LIBRARY.impl(name, function, kind)
-        if like is not None:
-            torch.library.register_fake(f"multibn::{name}", like, lib=_LIBRARY)
-            register_effectful_op(getattr(torch.ops.multibn, name).default, EffectType.ORDERED)
+        if fake is not None:
+            torch.library.register_fake(f"multibn::{name}", fake, lib=_LIBRARY)
+            has_side_effect(getattr(torch.ops.multibn, name).default)
         return function
 
     return define
 
 
-# The fields of an `NormArgs`, whose running statistics no operator moves beside the batch.
-_FIELDS = [name for name in NormArgs._fields if name != "running"]
-_KINDS: dict[Any, str] = {Array: "Tensor", Array | None: "Tensor?", tuple[int, ...]: "int[]"}
-_KINDS |= {kind: kind.__name__ for kind in (float, bool, int, str)}
-_INPUT = ", ".join(f"{_KINDS[get_type_hints(NormArgs)[name]]} {name}" for name in _FIELDS)
-_SHARING = "SymInt num_channels, int communicator, str weighting"
+def _call(function: Callable[..., Any], *arguments: Any, runs_again: bool = True) -> Any:
+    """Call an operator that communicates; its last argument is a result of the one traced before.
+
+    So all ranks send their messages in one order, although their graphs may differ: where two
+    layers do not wait for each other, or a rank's batch is empty. An operator of a forward pass
+    never `runs_again` in the backward pass, not even in a checkpoint.
+    """
+    mode: Any = get_proxy_mode()
+    if mode is None:
+        return function(*arguments, None)
+    nodes = mode.tracer.graph.nodes
+    first = len(nodes)
+    results = function(*arguments, getattr(mode.tracer, "multibn_latest", None))
+    mode.tracer.multibn_latest = results[-1] if isinstance(results, tuple | list) else results
+    for node in () if runs_again else list(nodes)[first:]:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        node.meta["partitioner_tag"] = "must_be_in_forward"
+    return results
 
 
-def _gather(*arguments: Any) -> tuple[Any, ...]:
-    """The input of an operator, and all other arguments."""
-    args = NormArgs(**dict(zip(_FIELDS, arguments, strict=False)))
-    return args._replace(axis=tuple(args.axis)), *arguments[len(_FIELDS) :]
+class _Step:
+    """The layer's step that an operator's text describes, and the plan that was found last."""
+
+    def __init__(self, text: str) -> None:
+        layer, num_channels, weighting, convention, axis, *others = literal_eval(text)
+        self.layer: str = layer
+        self.num_channels: int = num_channels
+        self.weighting: Weighting = weighting
+        self.convention, self.axis = convention, axis
+        self.relu, self.needs_gradient, self.copied, self.error, sizes = others
+        self._text, self._has_sizes = text, bool(sizes)  # else these may change from call to call
+        self._plan: Any = type(None)
+        self._context: object = None
+
+    def plan(self, args: NormArgs, *, backward: bool = False) -> Plan:
+        """Return the plan of the layer for `args`, which the forward pass checks first."""
+        plan: Plan | None = self._plan()
+        context = self._context if backward else autograd.call_context()
+        if plan is not None and context == self._context:
+            return plan
+        x, communicator, self._context = args.x, _layers[self.layer], context
+        sizes = () if self._has_sizes else (x.shape, x.stride(), args.eps)
+        key = self._text, context, *sizes
+        plan = getattr(communicator, "plans", {}).get(key)
+        if plan is None:
+            with torch.no_grad():
+                if self.error:  # which was seen while the graph was traced
+                    error: Exception = (ValueError if self.error[0] else TypeError)(self.error[1])
+                    validation.raise_on_all_ranks(error, x, self.num_channels, communicator)
+                if not backward:
+                    validation.validate_call(args, self.num_channels, communicator)
+                options: Any = {"needs_gradient": self.needs_gradient, "copied": self.copied}
+                verbs = _coefficient_kernels(x)
+                plan = Plan(args, communicator, weighting=self.weighting, verbs=verbs, **options)
+            if isinstance(communicator, LayerCommunicator):
+                communicator.keep(key, plan)
+        if self._has_sizes:
+            self._plan = ref(plan)
+        return plan
 
 
-def _spread(args: NormArgs) -> list[Any]:
-    """The arguments of an operator that are an input."""
-    return [getattr(args, name) for name in _FIELDS]
+_step: Any = lru_cache(maxsize=4096)(_Step)
+_new: Any = tuple.__new__  # makes a named tuple without a call of Python
 
 
-def _up_to_elements(x: Tensor) -> Any:
-    """The kernels for `x`, but for the passes that write: coefficients take their place."""
+def _coefficient_kernels(x: Tensor) -> Any:
+    """The kernels for `x`, which return coefficients where others write outputs."""
     kernels = select(x)
     prepared = getattr(kernels, "PreparedStep", None)
     return SimpleNamespace(
@@ -176,179 +174,196 @@ def _up_to_elements(x: Tensor) -> Any:
     )
 
 
-def _plan(
-    args: NormArgs, sharing: Any, weighting: Weighting, needed: bool, num_channels: int | None
-) -> Plan:
-    """The plan of a layer for such inputs, of which the first is checked in a forward pass."""
-    # Only then: the host looks at messages that it may keep with fewer calls.
-    copied = CUDA_GRAPH_TREES in sys.modules
-    key = autograd.plan_key(args, weighting), needed, copied
-    plan: Plan | None = getattr(sharing, "plans", {}).get(key)
-    if plan is None:
-        if num_channels is not None:  # not in a backward pass
-            validation.validate_call(args, num_channels, sharing)
-        options: Any = {"weighting": weighting, "needs_gradient": needed, "copied": copied}
-        plan = Plan(args, sharing, verbs=_up_to_elements(args.x), **options)
-        if key[0] is not None and isinstance(sharing, LayerCommunicator):
-            sharing.keep(key, plan)
-    return plan
-
-
-def _coefficients_like(x: Tensor, shape: Sequence[int], count: int) -> Tensor:
-    # The operator will refuse integers.
+def _coefficients_like(x: Tensor, text: str, count: int) -> Tensor:
+    # The operator will refuse integers, and other numbers of channels.
     dtype = reference.arithmetic_dtype(torch, x.dtype) if x.is_floating_point() else torch.float64
+    step, (N, _, *spatial) = _step(text), x.shape
+    shape = channels((N, step.num_channels, *spatial), step.axis)
     return x.new_empty((count, *shape), dtype=dtype)
 
 
-def _forward_sums_like(*arguments: Any) -> list[Tensor]:
-    args, num_channels, *_ = _gather(*arguments)
-    fitting = (*args.x.shape[:1], num_channels, *args.x.shape[2:])  # the input may not fit
-    shape = channels(fitting, args.axis)
-    numbers = args.x.new_empty(2 * math.prod(shape) + 2, dtype=torch.float64)
-    return [_coefficients_like(args.x, shape, 3), numbers]
-
-
-@operator(f"forward_sums({_INPUT}, {_SHARING}, bool needed) -> Tensor[]", _forward_sums_like)
-def _forward_sums(*arguments: Any) -> list[Tensor]:
-    """The coefficients of the output, and all numbers of the statistics in a row. Collective."""
-    args, num_channels, communicator, weighting, needed = _gather(*arguments)
-    args, sharing = autograd.with_kernel_layout(args), _communicators[communicator]
-    with torch.no_grad(), autograd.without_autocast(args.x):
-        plan = _plan(args, sharing, weighting, needed, num_channels)
-        coefficients, batch = plan.forward(args)
-    if isinstance(batch, PackedStatistics):
-        numbers = batch.numbers
-    else:
-        numbers = torch.cat([v.reshape(-1) for v in batch])
-    if recompute.in_recomputing():  # with a count of 0, running statistics do not move
-        numbers[-2] = 0.0
-    return [coefficients, numbers]
-
-
-def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    args, _, needs_dx, _ = _gather(*arguments)
-    given = args.weight, args.bias
-    parameters = [args.x.new_empty(0) if p is None else torch.empty_like(p) for p in given]
-    return (
-        parameters + [_coefficients_like(args.x, channels(args.x.shape, args.axis), 4)] * needs_dx
-    )
+def _forward_sums_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    coefficients = _coefficients_like(x, arguments[-2], 3)
+    size = 2 * (coefficients.numel() // 3) + 2
+    return coefficients, x.new_empty(size, dtype=torch.float64)
 
 
 @operator(
-    f"backward_sums(Tensor dy, {_INPUT}, Tensor numbers, bool needs_dx, int communicator)"
-    " -> Tensor[]",
+    "forward_sums(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? mask, "
+    "Tensor(a!)? running_mean, Tensor(b!)? running_var, float? momentum, Tensor(c!)? num_batches, "
+    "str text, Tensor? after) -> (Tensor, Tensor)",
+    _forward_sums_like,
+)
+def _forward_sums(
+    x: Any, weight: Any, bias: Any, eps: Any, mask: Any, mean: Any, var: Any, momentum: Any,
+    num_batches: Any, text: str, after: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The coefficients of the output, and all numbers of the statistics in a row. Collective."""
+    step, running = _step(text), None
+    if mean is not None:
+        running = _new(Running, (mean, var, momentum, step.convention, num_batches))
+    args = _new(NormArgs, (x, weight, bias, eps, step.axis, step.relu, mask, None, running))
+    if not x.is_cpu:
+        args = autograd.with_kernel_layout(args)
+    coefficients, batch = step.plan(args).forward(args)
+    if type(batch) is PackedStatistics:
+        return coefficients, batch.numbers
+    numbers = torch.cat([v.reshape(-1) for v in batch])
+    if recompute.in_recomputing():  # with a count of 0, nothing moves
+        numbers[-2] = 0.0
+    return coefficients, numbers
+
+
+def _backward_sums_like(dy: Tensor, x: Tensor, weight: Any, bias: Any, *others: Any) -> Any:
+    gradients = [x.new_empty(0) if p is None else torch.empty_like(p) for p in (weight, bias)]
+    needs_dx, text = others[-3:-1]
+    found = _coefficients_like(x, text, 4) if needs_dx else x.new_empty(0)
+    return *gradients, found
+
+
+@operator(
+    "backward_sums(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? mask, "
+    "Tensor? y, Tensor numbers, bool needs_dx, str text, Tensor? after)"
+    " -> (Tensor, Tensor, Tensor)",
     _backward_sums_like,
 )
-def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward_sums(
+    dy: Any, x: Any, weight: Any, bias: Any, eps: Any, mask: Any, y: Any, numbers: Any,
+    needs_dx: bool, text: str, after: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of weight and bias, and the coefficients of that of `x`. Collective."""
-    args, numbers, needs_dx, communicator = _gather(*arguments)
-    batch = PackedStatistics(numbers, channels(args.x.shape, args.axis))
-    g = Gradient(dy, autograd.with_kernel_layout(args), batch, needs_dx=needs_dx)
-    sharing = _communicators[communicator]
-    with torch.no_grad(), autograd.without_autocast(args.x):
-        if torch.is_anomaly_enabled():
-            autograd.raise_for_nan_gradient(g, sharing)
-        dx, _, *parameters = _plan(g.input, sharing, "element", True, None).backward(g)
-    found = [*parameters, dx] if needs_dx else parameters
-    return [args.x.new_empty(0) if v is None else v for v in found]
+    step = _step(text)
+    args = _new(NormArgs, (x, weight, bias, eps, step.axis, step.relu, mask, None, None))
+    if not x.is_cpu:
+        args = autograd.with_kernel_layout(args)
+    plan = step.plan(args, backward=True)
+    g = _new(Gradient, (dy, args, _new(PackedStatistics, (numbers, plan.channels)), y, needs_dx))
+    if torch.is_anomaly_enabled():
+        autograd.raise_for_nan_gradient(g, plan.communicator)
+    dx, _, dweight, dbias = plan.backward(g)
+    if dx is None or dweight is None or dbias is None:
+        dx, dweight, dbias = (x.new_empty(0) if v is None else v for v in (dx, dweight, dbias))
+    return dweight, dbias, dx
 
 
 @operator(
-    "mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, int group) -> Tensor",
+    "checked_mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, str layer, "
+    "Tensor? after) -> Tensor",
     lambda x, *_: x.new_empty((x.shape[0], 1, *x.shape[2:]), dtype=torch.bool),
 )
-def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: int) -> Tensor:
+def _checked_mask(
+    x: Tensor, mask: Any, lengths: Any, num_channels: int, layer: str, after: Any
+) -> Tensor:
     """The engine's mask. Collective if it raises."""
-    checked: Any = validation.mask_of(x, mask, lengths, num_channels, _communicators[communicator])
+    checked: Any = validation.mask_of(x, mask, lengths, num_channels, _layers[layer])
     # New memory, as an operator's output must be, with the strides that the compiler is told.
     return checked.clone(memory_format=torch.contiguous_format)
 
 
-# Dynamo writes down the calls of `forward` and `update_running`; what follows sees the operations.
-@operator(f"forward({_INPUT}, {_SHARING}) -> Tensor[]")
+# Dynamo writes down the calls of these; AOTAutograd sees the operations inside.
+@operator("mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, str layer) -> Tensor")
+def _mask(*arguments: Any) -> Tensor:
+    checked: Tensor = _call(torch.ops.multibn.checked_mask, *arguments, runs_again=False)
+    return checked
+
+
+@operator(
+    "forward(Tensor x, Tensor? weight, Tensor? bias, float eps, int[] axis, bool relu, "
+    "Tensor? mask, Tensor? residual, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "float? momentum, str? convention, Tensor(c!)? num_batches, SymInt num_channels, str layer, "
+    "str weighting) -> Tensor[]"
+)
 def _forward(*arguments: Any) -> list[Tensor]:
     """The output, and the numbers of `BatchStatistics`. Collective."""
-    args, num_channels, communicator, weighting = _gather(*arguments)
-    needed = torch.is_grad_enabled() and args.x.requires_grad
+    x, weight, bias, eps, axis, relu, mask, residual, *moved = arguments[:13]
+    num_channels, layer, weighting = arguments[13:]
+    running = None if moved[0] is None else Running(*moved)
+    args = NormArgs(x, weight, bias, eps, tuple(axis), relu, mask, residual, running)
+    needed = torch.is_grad_enabled() and x.requires_grad
+    tensors = [v for v in (x, weight, bias, mask, *moved[:2]) if v is not None]
+    sizes = [n for v in tensors for n in v.shape]
+    # On a GPU a plan depends on strides, too, which inductor may choose.
+    is_fixed = x.is_cpu and type(eps) is float and all(type(n) is int for n in sizes)
+    kinds = [(str(v.dtype), str(v.device), v.ndim) for v in tensors]
+    error = None
     try:
-        validation.check_input(args.x, num_channels)
+        validation.check_input(x, num_channels)
         validation.check_options(args)
-    except (TypeError, ValueError):  # which all ranks are to learn when the code runs
-        with torch.no_grad():
-            sums = torch.ops.multibn.forward_sums(*arguments, needed)
-        y, batch = torch.empty_like(args.x), _statistics(*sums)
+    except (TypeError, ValueError) as caught:  # which all ranks are to learn when the code runs
+        error = isinstance(caught, ValueError), str(caught)
+    text = repr((
+        layer, int(num_channels), weighting, moved[3], args.axis, relu, needed,
+        captures_cuda_graphs(), error, (eps, sizes, kinds) if is_fixed else (),
+    ))  # fmt: skip
+    plan = _Traced(text, needed, args.axis, relu, eps, weighting, _layers[layer])
+    if error is None:
+        y, batch = autograd.apply((plan, args), x, weight, bias, residual)
     else:
-        plan = _Plan(_communicators[communicator], weighting, needed)
-        y, batch = autograd.forward(plan, args)
+        with torch.no_grad():
+            y, batch = torch.empty_like(x), _packed(*plan.forward_sums(args))
     return [y, *unpack(batch)]
 
 
-def _statistics(coefficients: Tensor, numbers: Tensor) -> PackedStatistics:
+def _packed(coefficients: Tensor, numbers: Tensor) -> PackedStatistics:
     """The statistics among the results of `forward_sums`."""
     return PackedStatistics(numbers, tuple(coefficients.shape[1:]))
 
 
-class _Plan(NamedTuple):
+class _Traced(NamedTuple):
     """A plan for the autograd node: operators, and operations that are compiled."""
 
-    communicator: Communicator
-    weighting: Weighting
+    text: str
     needs_gradient: bool
+    axis: tuple[int, ...]
+    relu: bool
+    eps: float
+    weighting: Weighting
+    communicator: Communicator
+
+    def forward_sums(self, args: NormArgs) -> Any:
+        """Return the results of the operator, which needs no residual in memory."""
+        mean, var, momentum, _, num_batches = args.running or (None,) * 5
+        of_input = args.x, args.weight, args.bias, self.eps, args.mask
+        moved = mean, var, momentum, num_batches
+        operator = torch.ops.multibn.forward_sums
+        return _call(operator, *of_input, *moved, self.text, runs_again=False)
 
     def forward(self, args: NormArgs) -> tuple[Tensor, PackedStatistics]:
-        summed = args._replace(residual=None)  # the operator would need the residual in memory
-        sharing = args.x.shape[1], id(self.communicator), self.weighting, self.needs_gradient
-        coefficients, numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
-        y = reference.finish(args, coefficients.unbind())
-        return y, _statistics(coefficients, numbers)
+        coefficients, numbers = self.forward_sums(args)
+        return reference.finish(args, coefficients.unbind()), _packed(coefficients, numbers)
 
     def backward(self, g: Gradient) -> tuple[Tensor | None, ...]:
-        if g.y is not None:
-            dy = reference.rectified(g.dy, g.y)
-            g = g._replace(dy=dy, input=g.input._replace(relu=False), y=None)
-        args = g.input
-        _compare_again()
-        dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
-            g.dy, *_spread(args), g.batch.numbers, g.needs_dx, id(self.communicator)
-        )
-        dx = reference.finish_gradient(g, coefficients[0].unbind()) if g.needs_dx else None
-        dparameters = None if args.weight is None else dweight, None if args.bias is None else dbias
-        return dx, None, *dparameters
+        args, bias = g.input, g.input.bias
+        if bias is not None and args.weight is not None and bias.dtype == args.weight.dtype:
+            bias = args.weight  # for dtype and shape: `bias` need not be kept for this pass
+        _recompute_relu_masks()
+        of_input = g.dy, args.x, args.weight, bias, self.eps, args.mask, g.y
+        of_step = g.batch.numbers, g.needs_dx, self.text
+        dweight, dbias, found = _call(torch.ops.multibn.backward_sums, *of_input, *of_step)
+        dx = None
+        if g.needs_dx:
+            dy = g.dy if g.y is None else reference.rectified(g.dy, g.y)
+            of_sum = g._replace(dy=dy, input=args._replace(relu=False))
+            dx = reference.finish_gradient(of_sum, found.unbind())
+        return dx, None, None if args.weight is None else dweight, None if bias is None else dbias
 
 
-def _once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an operator that runs in the forward pass only, once the graph is in two.
-
-    torch marks all operations of a checkpoint to be repeated in the backward pass, and cannot
-    repeat effects.
-    """
-    before = len(_nodes())
-    results = function(*arguments)
-    for node in list(_nodes())[before:]:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return results
-
-
-def _compare_again() -> None:
-    """Let the ReLUs since the message before compare in the backward pass, on a CPU.
+def _recompute_relu_masks() -> None:
+    """Let the backward graph compare for ReLUs since the message before, on a CPU.
 
     The compiler would compare in the forward pass, and keep Booleans in the place of numbers, which
     inductor's code for a CPU writes and reads one by one.
     """
-    for node in reversed(_nodes()):
-        if "multibn" in str(node.args[1:2]):  # the message
+    mode: Any = get_proxy_mode()
+    for node in reversed(() if mode is None else mode.tracer.graph.nodes):
+        if "multibn" in str(node.args[:1]) + str(node.target):  # the message
             return
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.dtype is torch.bool and value.is_cpu:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _nodes() -> Any:
-    """The operations that the compiler has written down so far."""
-    mode: Any = get_proxy_mode()
-    return () if mode is None else mode.tracer.graph.nodes
-
-
+# At the end of a step of several passes, see `step_statistics`.
 @operator(
     "update_running(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, "
     "str convention, Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, "

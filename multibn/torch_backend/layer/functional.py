@@ -17,15 +17,17 @@ from multibn.communicators import (
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import statistics
 from multibn.engine.plan import NormArgs, Plan
+from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import reference, steps
 from multibn.kernels.spec import unpack
 from multibn.options import NormOptions
 from multibn.torch_backend._torch_private import (
+    IS_EXPORTING,
     MAKE_FX,
     get_dispatch_mode,
 )
-from multibn.torch_backend.layer import autograd, dtensors, validation
+from multibn.torch_backend.layer import autograd, compiled, dtensors, validation
 
 
 def sync_batch_norm(
@@ -140,33 +142,81 @@ def forward(
     *,
     weighting: Weighting,
 ) -> tuple[Tensor, BatchStatistics]:
-    """Normalize an input, with one message each way. Collective.
+    """Normalize an input by the batch's statistics, with one message each way. Collective.
 
-    The input is run by the layer's plan for such inputs, or is checked, `num_channels` included,
-    and the layer gets a plan.
+    Takes the layer's plan for such inputs, or validates the input, `num_channels` included, and
+    makes a plan. In compiled code, and for meta and fake tensors, by operators.
     """
+    found = None
+    if compiled.is_compiling_or_fake(args.x):
+        found = _forward_compiled(args, num_channels, communicator, weighting)
+    if found is not None:
+        return found
     layer = communicator if isinstance(communicator, LayerCommunicator) else None
     key = None if layer is None else autograd.plan_key(args, weighting)
     plan = None if layer is None else layer.plans.get(key)
-    if plan is not None:
-        y, batch = autograd.forward(plan, args)
-        return y, unpack(batch)
-    if dtensors.among((args.x, args.weight, args.bias)):
-        if dtensors.among([args.x]):
-            # Not each rank's part, so that all ranks raise.
-            validation.check_input(args.x, num_channels)
-        function = partial(forward, weighting=weighting)
-        return dtensors.forward(function, args, num_channels, communicator)
-    validation.validate_call(args, num_channels, communicator)
-    if autograd.is_transformed() or get_dispatch_mode(MAKE_FX):
-        return autograd.differentiable_forward(args, communicator, weighting=weighting)
-    needed = autograd.needs_gradient(args.x)
-    with torch.no_grad():  # as the pass runs, for which any kernels will do
-        plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
-    if layer is not None and key is not None:
-        layer.keep(key, plan)
+    if plan is None:
+        if dtensors.among((args.x, args.weight, args.bias)):
+            if dtensors.among([args.x]):
+                # Not each rank's part, so that all ranks raise.
+                validation.check_input(args.x, num_channels)
+            function = partial(forward, weighting=weighting)
+            return dtensors.forward(function, args, num_channels, communicator)
+        validation.validate_call(args, num_channels, communicator)
+        if autograd.is_transformed() or get_dispatch_mode(MAKE_FX):
+            return autograd.differentiable_forward(args, communicator, weighting=weighting)
+        needed = autograd.needs_gradient(args.x)
+        with torch.no_grad():  # as the pass runs, for which any kernels will do
+            plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
+        if layer is not None and key is not None:
+            layer.keep(key, plan)
     y, batch = autograd.forward(plan, args)
     return y, unpack(batch)
+
+
+def _forward_compiled(
+    args: NormArgs, num_channels: int | None, communicator: Any, weighting: Weighting
+) -> tuple[Tensor, BatchStatistics] | None:
+    """`forward` by operators; None where the operators cannot, under torch.func for example.
+
+    Compiled code cannot tell whether it runs in a recomputation. There, a batch has a count of 0.
+    """
+    compiling = torch.compiler.is_compiling()
+    if compiling and getattr(torch.compiler, IS_EXPORTING):
+        raise RuntimeError(
+            "torch.export cannot export layers that share statistics in training: the program "
+            "would need the processes of this run. Call model.eval() first, or export a copy of "
+            "the model after revert_sync_batchnorm."
+        )
+    has_name = hasattr(communicator, "operator_name")
+    # Custom operators cannot mix DTensors and plain tensors.
+    if compiling and (dtensors.among((args.x, args.weight, args.bias)) or not has_name):
+        torch._dynamo.graph_break(
+            msg="a layer with DTensors and sync_batch_norm run eagerly. Call torch.compile without "
+            "fullgraph=True."
+        )
+        eager = torch.compiler.disable(forward)
+        return eager(args, num_channels, communicator, weighting=weighting)
+    if (compiling and autograd.is_transformed()) or not has_name or num_channels is None:
+        return None
+    if not compiling:
+        validation.check_input(args.x, num_channels)
+        try:
+            validation.check_options(args)
+        except ValueError as error:  # of a layer with data, whose other ranks may have some
+            validation.raise_on_all_ranks(error, args.x, num_channels, communicator)
+    x, weight, bias, eps, axis, relu, mask, residual, running = args
+    pool = running if isinstance(running, StepAccumulator) else None
+    moved = (None,) * 5 if running is None or pool is not None else running
+    y, *numbers = torch.ops.multibn.forward(
+        *(x, weight, bias, eps, axis, relu, mask, residual, *moved),
+        *(num_channels, communicator.operator_name, weighting),
+    )
+    batch = BatchStatistics(*numbers)
+    if pool is not None:
+        of_all = x.numel() // max(batch.mean.numel(), 1)
+        pool.add(batch, local_count=of_all if mask is None else mask.sum())
+    return y, batch
 
 
 def normalize_with_running_stats(

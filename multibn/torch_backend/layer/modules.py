@@ -192,12 +192,12 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         if by_batch and not self.training:
             layer_communicator = self.alone(input)
             by_batch = not (mask is lengths is None and compiled.is_exporting_or_tracing())
-        where = compiled.mask_of(input, mask, lengths, self.num_features, layer_communicator)
+        where = validation.mask_of(input, mask, lengths, self.num_features, layer_communicator)
         if by_batch:
             args = self._as_input(input, residual, where)
             if self.training and self._num_splits > 1:
                 return self.by_parts(args, self.num_features)
-            return compiled.forward(
+            return functional.forward(
                 args, self.num_features, layer_communicator, weighting=self.weighting
             )[0]
         validation.check_input(input, self.num_features)
@@ -234,7 +234,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
                     running.momentum = momentum
                 part = args._replace(x=x, residual=residual, mask=mask, running=running)
                 sharing = num_channels, self.layer_communicator
-                ys.append(compiled.forward(part, *sharing, weighting=self.weighting)[0])
+                ys.append(functional.forward(part, *sharing, weighting=self.weighting)[0])
         return torch.cat(ys)
 
     def _as_input(
