@@ -18,7 +18,8 @@ is asked when an operator runs: the rows of tests/torch_backend/layer/test_compi
 import zlib
 from ast import literal_eval
 from collections.abc import Callable
-from functools import lru_cache, partial
+from contextlib import suppress
+from functools import cache, lru_cache, partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
 from multibn._typing import Weighting
+from multibn._version import __version__
 from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import recompute
@@ -46,13 +48,20 @@ from multibn.torch_backend.layer import autograd, validation
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _layers: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 _numbers = count()
-# A graph of other code on disk must not be found.
-_CODE = zlib.crc32(b"".join(Path(m.__file__).read_bytes() for m in (autograd, reference, steps)))
+
+
+@cache
+def _code() -> str:
+    """Return what tells this code from others', whose graphs on disk must not be found."""
+    sources = __file__, *(str(module.__file__) for module in (autograd, reference, steps))
+    with suppress(OSError):  # where there are no source files
+        return f"{zlib.crc32(b''.join(Path(source).read_bytes() for source in sources)):x}"
+    return __version__
 
 
 def register(communicator: Any, /) -> None:
     """Give a communicator the name by which operators find the communicator."""
-    communicator.operator_name = f"{_CODE:x}.{next(_numbers)}"
+    communicator.operator_name = f"{_code()}.{next(_numbers)}"
     _layers[communicator.operator_name] = communicator
 
 
@@ -177,9 +186,9 @@ def _coefficient_kernels(x: Tensor) -> Any:
 def _coefficients_like(x: Tensor, text: str, count: int) -> Tensor:
     # The operator will refuse integers, and other numbers of channels.
     dtype = reference.arithmetic_dtype(torch, x.dtype) if x.is_floating_point() else torch.float64
-    step, (N, _, *spatial) = _step(text), x.shape
-    shape = channels((N, step.num_channels, *spatial), step.axis)
-    return x.new_empty((count, *shape), dtype=dtype)
+    step = _step(text)
+    shape = (*x.shape[:1], step.num_channels, *x.shape[2:])
+    return x.new_empty((count, *channels(shape, step.axis)), dtype=dtype)
 
 
 def _forward_sums_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from multibn.communicators import CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import BatchStatistics
 from multibn.options import NormOptions
-from multibn.torch_backend.layer import compiled, validation
+from multibn.torch_backend.layer import functional, validation
 from multibn.torch_backend.layer.base import SyncNormBase
 from multibn.torch_backend.layer.modules import call_node
 
@@ -72,7 +72,7 @@ class SyncGroupsBase(SyncNormBase):
         wide = torch.promote_types(x.dtype, torch.float32)
         grouped = x.to(wide).unflatten(1, (num_groups, num_channels // num_groups))
         args = NormArgs(grouped, None, None, self.eps, tuple(range(2, grouped.ndim)))
-        y, batch = compiled.forward(args, num_groups, group, weighting="element")
+        y, batch = functional.forward(args, num_groups, group, weighting="element")
         return scale_and_shift(y.flatten(1, 2), self.weight, self.bias, x.dtype), batch
 
 

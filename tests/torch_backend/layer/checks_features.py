@@ -197,7 +197,7 @@ def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
     torch._dynamo.reset()
     run: Any = mixed
     if world.rank == 0:
-        run = torch.compile(mixed, fullgraph=True, backend="aot_eager_decomp_partition")
+        run = torch.compile(mixed, fullgraph=True)  # inductor drops what no output needs
     results = []
     for net, call in ((eager, eager), (mixed, run)):
         for n in (2 + world.rank, 3, 0 if world.rank == 0 else 4):

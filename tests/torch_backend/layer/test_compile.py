@@ -116,7 +116,7 @@ def test_second_derivatives_where_the_backend_keeps_the_autograd_node() -> None:
 
 
 def test_operators_keep_torchs_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the arguments of a step: functionalized, and with the shapes that they announce."""
+    """The arguments are those of a step."""
     called: list[tuple[Any, tuple[Any, ...]]] = []
     call = torch._ops.OpOverloadPacket.__call__
 
@@ -138,7 +138,7 @@ def test_operators_keep_torchs_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_are_copied_where_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere the host keeps them, as those of eager layers, whatever else was compiled before."""
+    """Elsewhere the host keeps them, as those of eager layers."""
     from multibn.torch_backend.layer import compiled
 
     made: list[bool] = []

@@ -1,0 +1,184 @@
+"""What no graph can guard is asked when an operator runs: each row is changed between two steps."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from multibn import SingleProcess
+from multibn.engine import recording, replaying
+from multibn.torch import SyncBatchNorm, sync_batch_norm
+from multibn.torch_backend.layer import functional
+
+NEEDS = "torch"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def _step(call: Any, layer: Any, x: Tensor) -> list[Tensor]:
+    y = call(x)
+    return [y, *torch.autograd.grad(y.sin().sum(), [x, layer.weight, layer.bias])]
+
+
+def _input() -> Tensor:
+    return torch.randn(4, 3, 5, requires_grad=True)
+
+
+def _same_as_eager(change: Callable[[Any, Any, Tensor], Any]) -> tuple[Any, Any]:
+    """Compile a layer, and `change` a step of it and of one that is not compiled."""
+    layer, eager = (SyncBatchNorm(3, fuse_relu=True) for _ in "ab")
+    call, x = torch.compile(layer, fullgraph=True, backend="aot_eager"), _input()
+    for _ in range(2):
+        _step(call, layer, x), _step(eager, eager, x)
+    found, expected = change(call, layer, x), change(eager, eager, x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(list(layer.buffers()), list(eager.buffers()))
+    return call, layer
+
+
+def test_a_recomputation_is_seen() -> None:
+    def again(call: Any, layer: Any, x: Tensor) -> list[Tensor]:
+        with recording() as tape:
+            first = _step(call, layer, x)
+        with replaying(tape):
+            return [*first, *_step(call, layer, x)]
+
+    _same_as_eager(again)
+
+
+def test_anomaly_mode_is_seen() -> None:
+    call, _ = _same_as_eager(lambda call, layer, x: _step(call, layer, x))
+    y = call(_input())
+    anomaly = torch.autograd.set_detect_anomaly(mode=True, check_nan=False)
+    with anomaly, pytest.raises(FloatingPointError, match="the gradient of the output"):
+        y.backward(torch.full_like(y, torch.nan))
+
+
+def test_a_plan_that_is_gone_is_made_again() -> None:
+    def forget(call: Any, layer: Any, x: Tensor) -> list[Tensor]:
+        layer.layer_communicator.plans.clear()
+        y = call(x)
+        layer.layer_communicator.plans.clear()
+        return [y, *torch.autograd.grad(y.sin().sum(), x)]
+
+    _, layer = _same_as_eager(forget)
+    assert layer.layer_communicator.plans
+
+
+def test_another_default_group_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, layer = _same_as_eager(lambda call, layer, x: _step(call, layer, x))
+    plans = layer.layer_communicator.plans
+    for _ in range(2):
+        before = len(plans)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            _step(call, layer, _input())
+        finally:
+            dist.destroy_process_group()
+        assert len(plans) == before + 1
+
+
+def test_ddps_join_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(SingleProcess):
+        size = 2
+
+        def allreduce(self, x: Any, /) -> Any:
+            return x + x
+
+    layer = SyncBatchNorm(3, process_group=Two())
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    call(_input())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(nn.Linear(1, 1))
+        ddp._join_config = ddp._join_config._replace(enable=True)
+        monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", ddp)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"multibn\.torch\.join"):
+                call(_input())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_leaf_may_be_compiled_whole() -> None:
+    """The function that all layers call, as CONTRIBUTING's recipe has it."""
+    layer = SyncBatchNorm(3)
+
+    def leaf(x: Tensor) -> Tensor:
+        args = layer._as_input(x)
+        return functional.forward(args, 3, layer.layer_communicator, weighting="element")[0]
+
+    x = _input()
+    torch.testing.assert_close(torch.compile(leaf, fullgraph=True, backend="aot_eager")(x), leaf(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself
+def test_the_function_runs_between_compiled_parts() -> None:
+    def normalize(x: Tensor) -> Tensor:
+        return sync_batch_norm(x.sin())[0].cos()
+
+    x = _input()
+    torch.testing.assert_close(torch.compile(normalize, backend="aot_eager")(x), normalize(x))
+
+
+# Layers a and b in one order or another; prints the counters of the caches, and errors.
+PROGRAM = """
+import json, sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+from multibn import SingleProcess
+from multibn.torch import SyncBatchNorm
+order, seed, size = sys.argv[1:]
+
+class Twice(SingleProcess):
+    size = int(size)
+    def allreduce(self, x): return x * self.size
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in order:
+            momentum = 0.1 if name == "a" else 0.5
+            setattr(self, name, SyncBatchNorm(4, momentum=momentum, process_group=Twice()))
+    def forward(self, x): return self.b(self.a(x).relu() * 2)
+
+torch.manual_seed(int(seed))
+nets = Net(), Net()
+nets[1].load_state_dict(nets[0].state_dict())
+x, found = torch.randn(6, 4, 5, 5, requires_grad=True), []
+for net, call in ((nets[0], nets[0]), (nets[1], torch.compile(nets[1], fullgraph=True))):
+    for _ in range(2):
+        y = call(x)
+        grads = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
+    found.append([y, *grads, *net.buffers()])
+torch.testing.assert_close(*found)
+print(json.dumps({**counters["inductor"], **counters["aot_autograd"]}))
+"""
+
+
+def test_a_second_start_finds_its_graphs(tmp_path: Path) -> None:
+    """A graph from the disk is right with other weights, sizes of the world, orders of layers."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    rows = [("ab", 0, 1, 0), ("ab", 0, 1, 1), ("ab", 1, 1, 1), ("ab", 0, 3, 1), ("ba", 0, 1, 0)]
+    for order, seed, size, hits in rows:
+        command = [sys.executable, str(program), order, str(seed), str(size)]
+        ran = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=300
+        )
+        counted = json.loads(ran.stdout.splitlines()[-1])
+        assert counted.get("autograd_cache_hit", 0) == hits, (order, seed, size, counted)
