@@ -192,8 +192,8 @@ def _forward_compiled(
     # Custom operators cannot mix DTensors and plain tensors.
     if compiling and (dtensors.among((args.x, args.weight, args.bias)) or not has_name):
         torch._dynamo.graph_break(
-            msg="a layer with DTensors, like sync_batch_norm, is not compiled and runs eagerly. Call "
-            "torch.compile without fullgraph=True."
+            msg="a layer with DTensors, like sync_batch_norm, is not compiled and runs eagerly. "
+            "Call torch.compile without fullgraph=True."
         )
         eager = torch.compiler.disable(forward)
         return eager(args, num_channels, communicator, weighting=weighting)

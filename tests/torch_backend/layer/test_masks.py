@@ -96,7 +96,8 @@ def test_the_mask_follows_the_memory_order_of_the_input() -> None:
     y = layer(turned, mask=mask)
     assert y.stride() == turned.stride()
     torch.testing.assert_close(y, layer_of().float()(x, mask=mask))
-    made = torch.ops.multibn.mask(turned, mask, None, C, layer.layer_communicator.operator_name)
+    name = layer.layer_communicator.operator_name  # type: ignore[attr-defined]
+    made = torch.ops.multibn.mask(turned, mask, None, C, name)
     assert made.is_contiguous()
 
 
