@@ -12,7 +12,7 @@ layer. Meta and fake tensors take the same path. In the call tree, C is the numb
 
 An operator finds its layer and its plan by a text, which also stands in a graph that torch loads
 from its cache on disk. The compiler guards all that the text says. What no graph can guard
-is asked when an operator runs: the rows of tests/torch_backend/layer/test_compiled_guard.py.
+is asked when an operator runs: the rows of tests/torch_backend/test_compiled_guard.py.
 """
 
 import zlib
