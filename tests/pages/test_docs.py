@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -36,6 +37,15 @@ MODULES = {
     "multibn.communicators.transports.chainermn": (("ChainerMN",), ("chainer",)),
 }
 REFERENCE = launch.ROOT / "docs/reference"
+
+
+@pytest.fixture(autouse=True)
+def _slurm_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a command `srun` on PATH: Lightning warns of the command outside of a job."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.touch(0o755)
+    monkeypatch.setenv("PATH", str(srun.parent), prepend=os.pathsep)
 
 
 def _import(module: str) -> ModuleType:
