@@ -171,6 +171,6 @@ class Outcome:
                 return f"rank {rank} prints no line that matches {self.scenario.prints!r}"
         if len({r.digest for r in self.ranks}) > 1:
             return "the ranks' statistics differ"
-        if self._ends and self.exit_status != 0:
+        if self._ends and self.exit_status != self.scenario.exit_status:
             return f"exit status {self.exit_status}"
         return ""

@@ -31,6 +31,7 @@ class Scenario:
     ends: bool = False  # the fault ends processes, and so needs a launch of its own
     ends_under: tuple[str, ...] = ()  # the setups where it does although it does not elsewhere
     lost: bool = False  # the fault ends processes, and rank 1 needs no error of its own
+    exit_status: int = 0  # of the launcher, where the fault does no harm
     setups: tuple[str, ...] = OURS  # where the fault is tried
     without_mpi4py: bool = False  # MPI's program is started without `-m mpi4py`
     per_machine: int = 0  # ranks on each of two machines; 0 for one machine

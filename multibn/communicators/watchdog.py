@@ -59,7 +59,6 @@ class Watchdog:
         self.completed = 0
         # The message of the first error: no later collective can be trusted.
         self.failure: str | None = None
-        self._launcher = _launcher()
         self._peers: list[Peer] = []
         self._before = known
         self._key = known.key if known else ""
@@ -87,12 +86,6 @@ class Watchdog:
         if self.failure is not None:
             raise RuntimeError(
                 f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
-            )
-        if self._launcher and os.getppid() != self._launcher:
-            self._fail(
-                ConnectionError,
-                f"the launcher of rank {self.rank} (pid {self._launcher}) has ended: nobody would "
-                f"end this process if another rank failed. Rank {self.rank} ends in {text}.",
             )
         try:
             done = begin()
@@ -337,15 +330,6 @@ def _some(ranks: list[int]) -> str:
 _watchdogs: WeakSet[Watchdog] = WeakSet()  # whose ranks know each other
 # The groups to whose first meeting this rank has come, or has found that nobody will come.
 _met: set[str] = set()
-
-
-def _launcher() -> int:
-    """The process that has started this one as a rank; 0 where that is not certain.
-
-    A shell that starts ranks in the background may end before them; these launchers may not.
-    """
-    known = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    return os.getppid() if any(name in os.environ for name in known) else 0
 
 
 def check_timeout() -> float:
