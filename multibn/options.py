@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar
 
 from multibn._typing import Nonfinite, Weighting, check_bool, check_choice, check_eps
@@ -21,6 +22,12 @@ class NormOptions:
 
     #: Where a layer has an option, if not under the option's name. A parameter stands for a bool.
     attributes: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    @cache
+    def attribute_names(cls) -> frozenset[str]:
+        """Return the names of the attributes in which a layer has its options."""
+        return frozenset(cls.attributes.get(field.name, field.name) for field in fields(cls))
 
     @classmethod
     def of(cls, *layers: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,8 +25,7 @@ from multibn.chainer_backend import functions
 from multibn.chainer_backend.functions import masked
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.diagnostics import find_module_path
-from multibn.communicators.handshake import LayerId
-from multibn.communicators.layer_communicator import LayerCommunicator
+from multibn.communicators.layer_communicator import Compared, LayerCommunicator
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
@@ -62,10 +61,6 @@ class LinkOptions(NormOptions):
         super().check()
         check_number("decay", self.decay, "[0, 1]")
         check_choice("avg_var", self.avg_var, RunningVar)
-
-
-# The attributes that plans depend on.
-_OPTIONS = {LinkOptions.attributes.get(field.name, field.name) for field in fields(LinkOptions)}
 
 
 class MultiNodeBatchNormalization(chainer.Link):
@@ -160,7 +155,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         fuse_relu: bool = False,
     ) -> None:
         super().__init__()
-        self._built = LayerId()
+        self._compared: Compared = {}
         self._communicator = _wrapped(comm, communication_backend)
         self._communication_backend = communication_backend
         self.weighting: Weighting = weighting
@@ -187,8 +182,8 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in _OPTIONS and self in _layer_communicators:
-            _layer_communicators[self].plans.clear()
+        if name in LinkOptions.attribute_names() and self in _layer_communicators:
+            _layer_communicators[self].look_at_options()
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError for a wrong value of an option, which may be set later."""
@@ -202,8 +197,8 @@ class MultiNodeBatchNormalization(chainer.Link):
             _layer_communicators[self] = LayerCommunicator(
                 self._communicator,
                 lambda: _name(own()),
-                built=self._built,
                 options=lambda: vars(LinkOptions.of(own())),
+                compared=self._compared,
             )
         return _layer_communicators[self]
 

@@ -33,9 +33,9 @@ def find_module_path(
                 running.append(candidate)
         frame = frame.f_back  # type: ignore[assignment]
     for model in reversed(running):
-        for path, candidate in named_parts(model):
-            if candidate is part:
-                return path
+        # A part may have several paths, in an order of this process's own.
+        if paths := [path for path, candidate in named_parts(model) if candidate is part]:
+            return min(paths)
     return ""
 
 

@@ -1,14 +1,12 @@
 """The comparison in a layer's first message: all ranks have come to the same layer of one model.
 
-The first message compares the layers' names, widths and options, which of the process's layers each
-is, and the versions of this package.
+The first message compares the layers' names, widths and options, and the versions of this package.
 """
 
-import gc
-from itertools import count
+import secrets
 from numbers import Integral
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -28,50 +26,18 @@ from multibn.communicators.diagnostics import (
 )
 from multibn.communicators.unread import Unread
 
-
-class LayerId:
-    """Which of this process's layers one is: two models of one architecture have the same names.
-
-    A copy or a pickle of a layer has the number of its original, and no part in the numbers of
-    other layers, so that one rank may make copies of its own.
-    """
-
-    num_layers = 0  # without copies
-    _orders = count()
-    _alive: "WeakSet[LayerId]" = WeakSet()
-
-    def __init__(self, original: int | None = None) -> None:
-        self.is_copy = original is not None
-        if original is None:
-            LayerId.num_layers += 1
-        self.number = original or LayerId.num_layers
-        self._order = next(self._orders)
-        self._alive.add(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LayerId, (self.number,)
-
-    def __str__(self) -> str:
-        what = "a copy of the layer" if self.is_copy else "the layer"
-        return f"{what} built as number {self.number}"
-
-    def place(self) -> tuple[int, int]:
-        """How many older layers are alive, of all without copies, and of copies of this one.
-
-        Equal on ranks of which one alone has made, and deleted, further layers before this one.
-        """
-        gc.collect()
-        alive = list(self._alive)
-        older = sum(not b.is_copy and b.number < self.number for b in alive)
-        return older, sum(b.number == self.number and b._order < self._order for b in alive)
+# By the key of a group, a layer's own name and its channels: the name on all ranks, and the number
+# by the first message.
+Compared: TypeAlias = dict[tuple[str, str, int], tuple[str, int]]
 
 
 class GroupState:
     """The comparisons of the layers of a group of ranks, equal on all of them."""
 
     def __init__(self) -> None:
-        # Of what is no layer, but a function: by what was compared, the name and number found.
-        self.names: dict[Any, tuple[str, int]] = {}
+        self.key = secrets.token_hex(8)  # where the ranks have agreed on none
+        # Of functions, see `LayerCommunicator.compared`.
+        self.compared: Compared = {}
         self.longest = 0  # of the messages that were agreed on
         self.unread = Unread()  # messages that GPUs have summed
         self.count = 0  # of first messages
@@ -96,22 +62,23 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     with so many channels.
     """
     known = _known_of(group, layer.own_known)
-    # A function's comparison lasts as long as a call.
-    names = known.names if layer.built is None else layer.names.setdefault(known, {})
-    key = layer.name, channels
-    if key not in names:
-        # Ranks without a channel may be threads of one process, which count each other's layers.
-        built = None if channel_of(group) is None else layer.built
-        options = layer.texts() | {"channels": f"{channels} channels{layer.detail(channels)}"}
-        facts = f"{_version.__version__} {layer.name} {channels} {built} {sorted(options.items())}"
+    compared = known.compared if layer.is_function else layer.compared
+    channel = channel_of(group)
+
+    def key() -> tuple[str, str, int]:
+        return (known.key if channel is None else channel.watchdog.token), layer.name, channels
+
+    if key() not in compared:
+        options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
+        facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
         text = f"the first message of {call}"
         is_alike, _ = agree(group, "first message", facts, text=text, known=known)
-        name = layer.name if is_alike else explained(layer.name, group, built, options)
+        name = layer.name if is_alike else explained(layer.name, group, options)
         known.count += 1
         known.unread.together = max(known.count, 4)
         known.longest = max(known.longest, wire.length(channels))
-        names[key] = str(name), known.count
-    return *names[key], known
+        compared[key()] = str(name), known.count
+    return *compared[key()], known
 
 
 def _known_of(group: Any, otherwise: GroupState) -> GroupState:
@@ -177,10 +144,10 @@ def allreduce_at(communicator: Any, x: Array, place: str) -> Array:
     return summed
 
 
-def explained(name: str, group: Any, built: LayerId | None, options: dict[str, str]) -> str:
+def explained(name: str, group: Any, options: dict[str, str]) -> str:
     """The name for a layer whose first messages differ; most differences are errors. Collective."""
-    facts = _version.__version__, name, f"{built} of {LayerId.num_layers}", options
-    versions, names, built_as, all_options = zip(*gather(facts, group), strict=True)
+    facts = _version.__version__, name, options
+    versions, names, all_options = zip(*gather(facts, group), strict=True)
     if len(set(versions)) > 1:
         log_and_raise(
             RuntimeError,
@@ -209,15 +176,4 @@ def explained(name: str, group: Any, built: LayerId | None, options: dict[str, s
             f"the ranks have built {display_name(shortest)} differently: "
             f"{group_ranks_by(answers, 'with')}. Build the same model on all ranks.",
         )
-    if built is not None and len(set(built_as)) > 1:
-        places = gather(built.place(), group)
-        if any(place != places[0] for place in places):
-            log_and_raise(
-                RuntimeError,
-                f"the ranks are in different models, at {display_name(shortest)}: "
-                f"{group_ranks_by(built_as)}. All ranks must build the same models in the "
-                "same order, and call them in the same order. Build a model that one rank alone "
-                "needs after "
-                "the others, or copy it from one of them by copy.deepcopy.",
-            )
     return str(shortest)

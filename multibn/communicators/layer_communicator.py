@@ -9,7 +9,7 @@ ranks see the same sum of heads, so that all of them turn to ask each other in t
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from multibn.communicators.diagnostics import (
     log_and_raise,
     raise_for_sum,
 )
-from multibn.communicators.handshake import GroupState, LayerId, explained, handshake
+from multibn.communicators.handshake import Compared, GroupState, explained, handshake
 from multibn.communicators.unread import COPIED, Summed, is_captured, stream_of
 from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
@@ -51,9 +51,9 @@ class LayerCommunicator(Forwarding):
     """A communicator as one layer uses it.
 
     `find_name` returns the name of the layer, `options` what else must be equal on all ranks; both
-    are called when the layer first communicates. `built` is which of the process's layers it is;
-    None for a function. `detail` describes a message of so many channels further, and ranks compare
-    the descriptions.
+    are called when the layer first communicates. `detail` describes a message of so many channels
+    further, and ranks compare the descriptions. Copies of a layer share `compared`, and so go on in
+    its place on any rank. A function's communicator lasts as long as a call.
     """
 
     silent_since: object = None  # what another layer has told, see `nonfinite`
@@ -63,19 +63,20 @@ class LayerCommunicator(Forwarding):
         communicator: Communicator,
         find_name: Callable[[], str],
         *,
-        built: LayerId | None = None,
         options: Callable[[], Mapping[str, object]] = dict,
         detail: Callable[[int], str] = lambda channels: "",
+        compared: Compared | None = None,
+        is_function: bool = False,
     ) -> None:
         self.communicator = communicator
-        self.built, self.options, self.detail = built, options, detail
+        self.options, self.detail, self.is_function = options, detail, is_function
+        self.compared: Compared = {} if compared is None else compared
         self._find_name = find_name
         self.phases: dict[tuple[str, Any, bool, bool, int], LayerPhase] = {}
         # The plans of the layer's steps, by all in which steps may differ: `multibn.engine.plan`.
         self.plans: dict[Any, Any] = {}
+        self._plans: dict[str, dict[Any, Any]] = {}  # for options of other moments
         self._elsewhere: dict[Communicator, LayerCommunicator] = {}
-        # The names and numbers of the layer in each group, by its own name and its channels.
-        self.names: WeakKeyDictionary[GroupState, dict[Any, tuple[str, int]]] = WeakKeyDictionary()
         self.own_known = GroupState()  # of a communicator that no table can hold
 
     @property
@@ -88,9 +89,19 @@ class LayerCommunicator(Forwarding):
         """The name of the layer."""
         return self._find_name()
 
+    @cached_property
     def texts(self) -> dict[str, str]:
-        """The options at this moment, for people."""
+        """The options when they were last looked at, for messages."""
         return {name: f"{name}={value}" for name, value in self.options().items()}
+
+    def look_at_options(self) -> None:
+        """Take the plans for the options of this moment, which the next messages compare."""
+        before = vars(self).pop("texts", None)
+        if before is not None and self.texts != before:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[str(before)] = self.plans
+            self.plans = self._plans.pop(str(self.texts), {})
 
     @property
     def num_messages(self) -> int:
@@ -106,9 +117,10 @@ class LayerCommunicator(Forwarding):
             self._elsewhere[communicator] = LayerCommunicator(
                 communicator,
                 lambda: self.name,
-                built=self.built,
                 options=self.options,
                 detail=self.detail,
+                compared=self.compared,
+                is_function=self.is_function,
             )
         return self._elsewhere[communicator]
 
@@ -117,7 +129,7 @@ class LayerCommunicator(Forwarding):
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         self.plans[key] = plan
-        if self.built is not None:  # a function has a plan for one call
+        if not self.is_function:
             plan.prepare_launches()
 
     def during(
@@ -129,20 +141,19 @@ class LayerCommunicator(Forwarding):
         *,
         needs_gradient: bool = True,
         finetune: bool = False,
-        options: object = None,
         like: Any = None,
     ) -> "LayerPhase":
         """The communicator for messages of `n` numbers, about activations of `dtype`, in a phase.
 
         `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's. Where
-        `options` are new, calls are counted on. A group that sums on GPUs alone compares layers on
+        options are new, calls are counted on. A group that sums on GPUs alone compares layers on
         that of `like`. Collective at the first call for a group of ranks, which may be new.
         """
         key = phase, dtype, needs_gradient, finetune, n
         group = resolved(self)
         known = self.phases.get(key)
-        if known is None or not known.is_over(group) or known.options != options:
-            known = self.phases[key] = LayerPhase(self, group, *key, options, like)
+        if known is None or not known.is_over(group) or known.texts != self.texts:
+            known = self.phases[key] = LayerPhase(self, group, *key, like)
         return known
 
 
@@ -202,10 +213,9 @@ class LayerPhase(Forwarding):
         needs_gradient: bool,
         finetune: bool,
         n: int,
-        options: object,
         like: Any,
     ) -> None:
-        self.layer, self.options = layer, options
+        self.layer, self.texts = layer, layer.texts
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * bool(finetune)  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
@@ -320,9 +330,9 @@ class LayerPhase(Forwarding):
             name, number, self._known = handshake(layer, self._group, channels, call)
         self._facts = self.gradients, width, f"{width}, layer {number} by the first call"
         self._place = f"{name} {self.name}: {self._facts[-1]} {self.kind}"
-        facts = f"{self._place} {self.gradients} {self.options}"
-        if layer.built is None:  # each call of a function has options of its own
-            facts += f" {layer.texts()}"
+        facts = f"{self._place} {self.gradients}"
+        if self.name == "forward":  # the options of a backward message are those before it
+            facts += f" {self.texts}"
         self._fingerprint = wire.fingerprint(facts)
         return wire.head(self._fingerprint)
 
@@ -389,7 +399,7 @@ class LayerPhase(Forwarding):
         answers = gather([self._place, *calls], layer.communicator)
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
-            explained(layer.name, layer.communicator, None, layer.texts())
+            explained(layer.name, layer.communicator, self.texts)
             if len({*gradients}) == 1:
                 raise_for_sum(self._group, f"other numbers in {self}, where all ranks are")
             log_and_raise(

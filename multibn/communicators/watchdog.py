@@ -62,6 +62,7 @@ class Watchdog:
         self._peers: list[Peer] = []
         self._before = known
         self._key = known.key if known else ""
+        self.token = ""  # of this group of this run, equal on all ranks
         self._members: Sequence[object] = known.members if known else ()
         self._last: object = "the meeting of the group"  # str() gives the text
         self._last_at = time.monotonic()
@@ -69,7 +70,7 @@ class Watchdog:
     def exchange_pids(self, allgather: Callable[[Any], list[Any]]) -> None:
         """Learn every rank's process. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
-        self._peers = [Peer(*each[1:]) for each in told]
+        self._peers, self.token = [Peer(*each[1:]) for each in told], told[0][0]
         if not self._before:
             self._key, self._members = told[0][0], self._peers
         _watchdogs.add(self)

@@ -130,8 +130,7 @@ class Plan:
         messages = self._forward
         if messages is None:
             of = self.communicator, self._phase, args.x, self._lengths[0], self._copied
-            options = float(args.eps), args.relu, self.weighting
-            messages = self._forward = _Messages(*of, options=options, **self.facts)
+            messages = self._forward = _Messages(*of, **self.facts)
         weight, count = self._weight, self._count
         if args.mask is not None:
             weight, count = masks.weigh(args, self.weighting)

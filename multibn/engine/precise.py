@@ -55,7 +55,7 @@ class Pass(Taping):
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
         found = [(layer_of(layer.communicator), layer) for layer in self._tracked]
-        # A shallow copy of a layer has its `built`, and a function for its options of its own.
+        # By this function: a shallow copy of a layer shares all else.
         self._by_options = {of.options: layer for of, layer in found if of is not None}
 
     def repeat(self, visit: Callable[[], object]) -> None:

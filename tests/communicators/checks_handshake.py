@@ -1,14 +1,12 @@
-"""Two models of one architecture are told apart; copies on one rank alone disturb nobody."""
+"""Names and options decide which layers meet; copies on one rank alone disturb nobody."""
 
-import contextlib
 import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -17,9 +15,8 @@ from torch import nn
 
 from multibn import torch_backend
 from multibn.communicators import Communicator
-from multibn.communicators.handshake import LayerId
 from multibn.options import NormOptions
-from tests.harness.runs import on
+from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.spread import OTHERS
 
@@ -43,17 +40,6 @@ def _expect_right(models: Sequence[nn.Module]) -> None:
         assert _means(models) == [1.5 + 100.0 * n for n in range(len(models))]
 
 
-@contextlib.contextmanager
-def _numbers_restored() -> Iterator[None]:
-    """Other checks share the processes; some have built, and keep, layers on one rank alone."""
-    before = LayerId.num_layers, LayerId._alive
-    LayerId._alive = WeakSet()
-    try:
-        yield
-    finally:
-        LayerId.num_layers, LayerId._alive = before
-
-
 _COPIES: dict[str, Callable[[nn.Module], object]] = {
     "a deep copy": copy.deepcopy,
     "a shallow copy": copy.copy,
@@ -71,10 +57,76 @@ def check_copies_on_one_rank_alone_disturb_nobody(world: Communicator) -> None:
         del kept
 
 
-def check_a_model_that_one_rank_has_deleted_disturbs_nobody(world: Communicator) -> None:
-    with _numbers_restored():
-        if world.rank == 1:
-            _network(world)
+def check_a_copy_goes_on_in_its_originals_place(world: Communicator) -> None:
+    """The copy may be of one rank alone, made before the first step or later."""
+    for make in _COPIES.values():
+        models: list[Any] = [_network(world), _network(world)]
+        for _ in range(2):
+            if world.rank == 1:
+                models[0] = make(models[0])
+            _expect_right(models)
+
+
+def check_other_models_of_one_rank_disturb_nobody(world: Communicator) -> None:
+    """Some are built, and some trained, before the model of all ranks; some are deleted."""
+    alone = world.split(world.rank)
+    for _ in range(2):
+        others = [_network(alone), _network(world)] if world.rank == 1 else []
+        for other in others[:1]:
+            _means([other])
+        models = [_network(world), _network(world)]
+        del others[1:]
+        _expect_right(models)
+
+
+def check_layers_are_built_in_any_order(world: Communicator) -> None:
+    """A walk over a set has another order on each rank; a layer may have several names in it."""
+    keys = ("day", "dusk", "night")[:: 1 if world.rank == 1 else -1]
+    shared = torch_backend.SyncBatchNorm(2, process_group=world)
+    norms: Any = {key: torch_backend.SyncBatchNorm(2, process_group=world) for key in keys}
+    models: list[Any] = [nn.ModuleDict(norms), nn.ModuleDict(dict.fromkeys(keys, shared))]
+    for model in models:
+        model.forward = lambda x, model=model: [model[key](x) for key in sorted(keys)]
+        for n in range(3):
+            model(torch.full((4, 2), float(world.rank + n)))
+    expected = (world.size - 1) / 2
+    first, again = (float(model["day"].running_mean[0]) for model in models)
+    np.testing.assert_allclose(first, sum(0.1 * 0.9 ** (2 - n) * (expected + n) for n in range(3)))
+    assert np.isfinite(again)
+    assert {name.layer_communicator.name for name in norms.values()} == {*keys}
+    assert shared.layer_communicator.name == "day"
+    if require.available("chainer"):
+        _expect_links_in_any_order(world, keys)
+
+
+def _expect_links_in_any_order(world: Communicator, keys: Sequence[str]) -> None:
+    import chainer
+
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+
+    class Chain(chainer.Chain):
+        def forward(self, x: Any) -> list[Any]:
+            return [self[key](x) for key in sorted(keys)]
+
+    chain = Chain()
+    with chain.init_scope():
+        for key in keys:
+            setattr(chain, key, MultiNodeBatchNormalization(2, world))
+    for _ in range(2):
+        chain(np.ones((4, 2), "f"))
+    assert [chain[key].layer_communicator.name for key in keys] == [*keys]
+
+
+@only(sizes=(3,))
+def check_a_part_of_the_ranks_has_compiled_layers_before(world: Communicator) -> None:
+    """The width is that of a later layer of all ranks; torch's graph or the program keeps theirs."""
+    part = world.split(world.rank // 2)
+    kept = []
+    for keeps in (False, True):
+        if world.rank < 2:
+            layer = _network(part)
+            torch.compile(layer, backend="eager")(torch.ones(4, 2))
+            kept += [layer] * keeps
         _expect_right([_network(world), _network(world)])
 
 
@@ -93,46 +145,16 @@ def _trained_layer(group: Communicator) -> object:
 
 
 def check_nothing_lives_on_of_layers_over_some_ranks(world: Communicator) -> None:
-    """Neither the layers nor their numbers, in which a later model of all ranks would differ."""
     alive: list[Any] = []
-    with _numbers_restored():
-        for trained in (_trained_layer, _trained_link)[: 1 + require.available("chainer")]:
-            for left_out in (0, world.size - 1):
-                group = world.split(world.rank == left_out)
-                if world.rank != left_out:
-                    alive.append(weakref.ref(trained(group)))
-                gc.collect()
-                alive += LayerId._alive
-                trained(world)
-                gc.collect()
-    assert not [each for each in alive if not isinstance(each, weakref.ref) or each()]
-
-
-def check_a_model_that_one_rank_unpickled_disturbs_nobody(world: Communicator) -> None:
-    """A rank goes on with a pickle, and another with the model that was pickled."""
-    with _numbers_restored():
-        model = _network(world)
-        if world.rank == 1:
-            model = pickle.loads(pickle.dumps(model))
-        _expect_right([model])
-
-
-def check_another_model_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
-    with _numbers_restored():
-        further = [_network(world)] if world.rank == 1 else []
-        model = _network(world)
-        with pytest.raises(RuntimeError, match="ranks are in different models, at layer 1: ") as e:
-            _means([model])
-        further.clear()
-    assert f"rank(s) {[r for r in range(world.size) if r != 1]} in the layer built as " in str(e)
-    assert "Build a model that one rank alone needs after the others, or copy it from" in str(e)
-
-
-def check_a_copy_in_its_originals_place_is_an_error_on_all(world: Communicator) -> None:
-    student = _network(world)
-    models = [student, copy.deepcopy(student)]
-    with pytest.raises(RuntimeError, match="in a copy of the layer built as number"):
-        _means(models[::-1] if world.rank == 1 else models)
+    for trained in (_trained_layer, _trained_link)[: 1 + require.available("chainer")]:
+        for left_out in (0, world.size - 1):
+            group = world.split(world.rank == left_out)
+            if world.rank != left_out:
+                alive.append(weakref.ref(trained(group)))
+            gc.collect()
+            trained(world)
+            gc.collect()
+    assert not [each for each in alive if each()]
 
 
 def check_models_that_change_places_later_are_an_error(world: Communicator) -> None:
@@ -159,19 +181,46 @@ def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None
 
 
 def check_an_option_set_later_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
-    """Each option that changes the output; and set on all ranks, the layer goes on."""
-    x = torch.randn(4, 2)
-    for name in (field.name for field in fields(NormOptions) if field.name != "nonfinite"):
-        for value in OTHERS[name]:
-            layer = torch_backend.SyncBatchNorm(2, process_group=world)
+    """Each option of the record; and set on all ranks, the layer goes on, with any batches."""
+    x = torch.randn(8, 2)
+    for name, values in OTHERS.items():
+        attribute = torch_backend.SyncBatchNorm.Options.attributes.get(name, name)
+        for value in values:
+            layer: Any = torch_backend.SyncBatchNorm(2, process_group=world)
+            set_to = None if name == "bias" else value
             for _ in range(2):
                 layer(x)
             if world.rank == 1:
-                setattr(layer, name, value)
+                setattr(layer, attribute, set_to)
             with pytest.raises(ValueError, match=rf"\[1\] with {name}={value}. Build the same"):
                 layer(x)
-            setattr(layer, name, value)
-            layer(x)
+            setattr(layer, attribute, set_to)
+            for n in range(2):
+                layer(x[: 4 if world.rank == n else 8]).sum().backward()
+
+
+def check_an_option_that_links_get_later_on_one_rank_is_an_error_on_all(
+    world: Communicator,
+) -> None:
+    if not require.available("chainer"):
+        return
+    from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization
+
+    x = np.random.default_rng(0).normal(size=(4, 2)).astype("f")
+    later = {"decay": 0.5, "avg_var": "biased", "use_gamma": None, "use_beta": None}
+    later |= {"axis": (0,), "dtype": np.dtype("f2")}
+    for name in (field.name for field in fields(LinkOptions)):
+        value: Any = later[name] if name in later else OTHERS[name][0]
+        attribute = LinkOptions.attributes.get(name, name)
+        link = MultiNodeBatchNormalization(2, world)
+        for _ in range(2):
+            link(x)
+        if world.rank == 1:
+            setattr(link, attribute, value)
+        with pytest.raises(ValueError, match=rf"\[1\] with {name}="):
+            link(x)
+        setattr(link, attribute, value)
+        link(x)
 
 
 def check_an_option_of_one_call_is_an_error_on_all(world: Communicator) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.launches
 _RECIPES = ("ddp", "chainermn")
 _TOGETHER = [
     *("channels", "dtype", "order_first", "order", "order_of_widths", "sequence", "left_out"),
-    *("models_first", "models", "options", "last_left_out", "elsewhere", "deleted"),
+    *("built", "models", "options", "options_later", "last_left_out", "elsewhere", "deleted"),
     *("layer_in_eval", "network_in_eval", "no_gradient", "recomputed", "empty", "one_value", "nan"),
     *("refused", "diverged", "version", "restart", "restart_pickled"),
 ]

@@ -14,7 +14,6 @@ from multibn import Communicator
 from multibn.engine.masks import WEIGHTINGS
 from multibn.parity import oracle
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
-from tests.communicators.checks_handshake import _numbers_restored
 from tests.fuzz.calls import CALLS
 from tests.harness.runs import on
 
@@ -51,7 +50,6 @@ def check_a_function_whose_options_change_is_right_or_an_error(world: Communicat
             np.testing.assert_allclose(batch.var, want.var, atol=1e-12)
 
 
-@_numbers_restored()
 def check_groups_that_come_and_go_leave_nothing_behind(world: Communicator) -> None:
     kept: list[Any] = []
     for seed in range(max(CALLS // 30, 5)):

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from multibn import SingleProcess, kernels
-from multibn.communicators.handshake import LayerId
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import plan, recompute
 from multibn.kernels import NormArgs, cuda, steps
@@ -232,7 +231,7 @@ def test_what_may_change_between_steps_is_seen(
 def test_bits_of_the_operators_of_compiled_code(
     affine: bool, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    communicator = LayerCommunicator(Twice(), lambda: "bn", built=LayerId())
+    communicator = LayerCommunicator(Twice(), lambda: "bn")
     compiled.register(communicator)
     monkeypatch.setattr(compiled, "select", lambda x: cuda)
 

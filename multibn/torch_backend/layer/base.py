@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
@@ -16,8 +17,7 @@ from multibn.communicators import (
     as_communicator,
 )
 from multibn.communicators.diagnostics import find_module_path
-from multibn.communicators.handshake import LayerId
-from multibn.communicators.layer_communicator import LayerCommunicator
+from multibn.communicators.layer_communicator import Compared, LayerCommunicator
 from multibn.engine import recompute
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
@@ -89,7 +89,7 @@ class SyncNormBase(nn.Module):
 
     weighting: Weighting = "element"
     running_var_convention: RunningVar = "unbiased_global"
-    built: LayerId  # which of the process's layers this one is
+    compared: Compared  # the first messages of the layer and of its copies
     layer_communicator: (
         LayerCommunicator  # the layer's communicator, with the layer's name in its model
     )
@@ -98,7 +98,7 @@ class SyncNormBase(nn.Module):
 
     def configure(self, process_group: CommunicatorLike, **options: Any) -> None:
         """Set the ranks and options of `Options`, see `SyncBatchNorm`. Not collective."""
-        self.built = LayerId()
+        self.compared = {}
         self.pool = None  # an attribute that came and went would make compiled code recompile
         self.process_group = process_group
         for name, value in options.items():
@@ -124,9 +124,9 @@ class SyncNormBase(nn.Module):
         self.layer_communicator = LayerCommunicator(
             communicator_of(obj),
             lambda: _name(layer()),
-            built=self.built,
             options=lambda: _options(layer()),
             detail=lambda channels: _detail(layer(), channels),
+            compared=self.compared,
         )
         compiled.register(self.layer_communicator)
 
@@ -145,6 +145,11 @@ class SyncNormBase(nn.Module):
         if not isinstance(group, DefaultCommunicator):
             said += f", process_group={group}"
         return said + self.norm_options.words(said)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.Options.attribute_names() and "layer_communicator" in vars(self):
+            self.layer_communicator.look_at_options()
 
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
@@ -172,7 +177,8 @@ def _name(layer: nn.Module | None) -> str:
     """The layer's name in the state dict of the model whose forward pass is running."""
     if layer is None:
         return "a layer"
-    path = find_module_path(layer, nn.Module, lambda model: model.named_modules())
+    find_parts = partial(nn.Module.named_modules, remove_duplicate=False)
+    path = find_module_path(layer, nn.Module, find_parts)
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
     steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
     return ".".join(steps) or type(layer).__qualname__

@@ -106,7 +106,9 @@ def sync_batch_norm(
     options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
     compared: dict[str, object] = {"nonfinite": nonfinite}
     group = as_communicator(process_group)
-    communicator = LayerCommunicator(group, lambda: "sync_batch_norm", options=lambda: compared)
+    communicator = LayerCommunicator(
+        group, lambda: "sync_batch_norm", options=lambda: compared, is_function=True
+    )
     try:
         options.check()
         num_channels = _channels_of(weight, bias)

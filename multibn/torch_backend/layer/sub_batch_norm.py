@@ -108,6 +108,8 @@ class _SubBatchNorm(SyncNormBase):
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         shares = self.training and part.training
         communicator: Communicator = self.layer_communicator if shares else self.alone(input)
+        if shares and not torch.compiler.is_compiling():
+            self.layer_communicator.look_at_options()  # some are those of a part
         try:
             validation.check_input(input, self.num_features)
             self._part._check_input_dim(self.bn, input)
