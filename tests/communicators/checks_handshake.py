@@ -119,7 +119,7 @@ def _expect_links_in_any_order(world: Communicator, keys: Sequence[str]) -> None
 
 @only(sizes=(3,))
 def check_a_part_of_the_ranks_has_compiled_layers_before(world: Communicator) -> None:
-    """The width is that of a later layer of all ranks; torch's graph or the program keeps theirs."""
+    """Their width is a later layer's of all ranks; torch's graph or the program keeps theirs."""
     part = world.split(world.rank // 2)
     kept = []
     for keeps in (False, True):

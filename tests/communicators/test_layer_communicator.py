@@ -4,6 +4,7 @@ import contextlib
 import gc
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -27,6 +28,9 @@ from tests.helpers.ranks import ThreadCommunicator, run_ranks
 C = 3
 LENGTH = 2 * C + 2  # of a layer's numbers
 TOGETHER = 4  # messages at which the host looks together, while as many others are sent
+
+
+_check_equal: Any = partial(check_equal, parameters=(), statistics=())
 
 
 def _errors(size: int, work: Callable[[ThreadCommunicator], object]) -> list[Exception]:
@@ -126,7 +130,7 @@ def test_a_member_that_is_wrong_is_named_on_all_ranks(wrong: Any, message: str) 
         members = {"rank": world.rank, "size": 2, "allreduce": allreduce} | wrong
         own: Any = type("Own", (), {"split": world.split})()
         vars(own).update(members)
-        for call in (lambda: gather("text", own), lambda: check_equal({}, own)):
+        for call in (lambda: gather("text", own), lambda: _check_equal({}, own)):
             with pytest.raises(TypeError) as raised:
                 call()
             assert str(raised.value).startswith(message)
@@ -151,7 +155,7 @@ def test_a_class_that_sums_in_place_is_understood() -> None:
         for _ in range(2):
             assert phase.allreduce(np.ones(LENGTH)).tolist() == [2.0] * LENGTH
         assert gather(world.rank, own) == [0, 1]
-        check_equal({"a": np.ones(3)}, own)
+        _check_equal({"a": np.ones(3)}, own)
 
     run_ranks(2, work)
 
@@ -200,7 +204,7 @@ class _Own:
     [
         (lambda own: agree(own, "average_gradients", "a"), "average_gradients"),
         (lambda own: raise_for_nan_gradients(own, True), "the search for NaN in the gradient"),
-        (lambda own: check_equal({"w": np.ones(1)}, own), "check_sync"),
+        (lambda own: _check_equal({"w": np.ones(1)}, own), "check_sync"),
         (lambda own: Phase(own, "new").allreduce(np.ones(4)), "the first message of new"),
         (lambda own: Phase(own, "new").allreduce(np.ones(40)), "the first message of new"),
     ],
@@ -416,15 +420,15 @@ def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(ones: Any) -> No
     layer = Phase(equal, "bn")
     layer.allreduce(ones(LENGTH) + np.inf)
     with pytest.raises(FloatingPointError, match=r"an earlier call, bn \(forward, .* call 1\)"):
-        check_equal({}, SingleProcess())
-    check_equal({}, SingleProcess())
+        _check_equal({}, SingleProcess())
+    _check_equal({}, SingleProcess())
     gone = Phase(equal, "gone")
     gone.allreduce(ones(LENGTH) + np.inf)
     reference = ref(gone)
     del gone
     gc.collect()
     assert reference() is None, "a message keeps no model alive"
-    check_equal({}, SingleProcess())
+    _check_equal({}, SingleProcess())
 
 
 @on_a_gpu

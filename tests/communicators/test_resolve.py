@@ -262,7 +262,7 @@ def test_get_norm_chooses_the_group_of_a_layer() -> None:
         ("sync_batchnorm_apex", {"NUM_SYNC_DEVICES": 1}, "Group(DefaultCommunicator(), 1)"),
         ("sync_batchnorm_apex", {"NUM_SYNC_DEVICES": 0}, "DefaultCommunicator()"),
     ):
-        layer = get_norm({"BN": {"NORM_TYPE": norm_type, **options}})(num_features=3)
+        layer: Any = get_norm({"BN": {"NORM_TYPE": norm_type, **options}})(num_features=3)
         assert repr(layer.layer_communicator.communicator) == text
 
 
