@@ -51,8 +51,8 @@ def _check_float64(xp: Any, kind: type) -> None:
 
 
 def device(x: Array, /) -> Any:
-    """Where `x` is; "cpu" for arrays of a NumPy before 2.0, which do not say."""
-    return getattr(x, "device", "cpu")
+    """Where `x` is; "cpu" for arrays of a NumPy before 2.0, which do not say; None in a trace."""
+    return getattr(x, "device", "cpu" if isinstance(x, np.ndarray | np.generic) else None)
 
 
 def on_device_of(x: Any, /) -> AbstractContextManager[Any]:
@@ -67,7 +67,10 @@ def is_on_host(x: Array, /) -> bool:
     if isinstance(x, np.ndarray | np.generic):
         return True
     is_cpu = getattr(x, "is_cpu", None)  # torch's, which is faster than what follows
-    return int(x.__dlpack_device__()[0]) == _DLPACK_CPU if is_cpu is None else bool(is_cpu)
+    if is_cpu is not None:
+        return bool(is_cpu)
+    # What JAX traces is nowhere.
+    return hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CPU
 
 
 def is_traced(x: Array, /) -> bool:

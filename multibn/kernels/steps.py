@@ -152,11 +152,20 @@ def update_running(
     share = (momentum or 0.0 if isinstance(momentum, float | None) else momentum) * moves
     factor = variance_factor(total, local_count, running.convention)
     for old, new in ((running.mean, mean), (running.var, var * factor)):
-        # `old + share * (new - old)` would keep rounding errors of `old` at momentum 1.
-        wide = (1 - share) * as_wide(old) + share * xp.reshape(new, old.shape)
-        if hasattr(share, "dtype"):  # 0 for a batch that is skipped, whose statistics are NaN
-            wide = xp.where(share == 0, as_wide(old), wide)
-        old[...] = to_device(xp.astype(wide, old.dtype, copy=False), device(old))
+        old[...] = moved(old, new, share)
+
+
+def moved(old: Array, new: Array, share: float | Array, /) -> Array:
+    """Running statistics `old`, moved towards those of a batch by a `share` from 0 to 1.
+
+    A share of 0 leaves what is old, even if what is new is NaN, as that of a batch that is skipped.
+    """
+    # `old + share * (new - old)` would keep rounding errors of `old` at momentum 1.
+    xp, wide = array_namespace(old), as_wide(old)
+    found = (1 - share) * wide + share * xp.reshape(new, old.shape)
+    if hasattr(share, "dtype"):
+        found = xp.where(share == 0, wide, found)
+    return to_device(xp.astype(found, old.dtype, copy=False), device(old))
 
 
 def variance_factor(
