@@ -1,7 +1,7 @@
 """Batch normalization whose statistics are shared between processes.
 
-Layers, and functions of models, are in `multibn.torch` and `multibn.chainer`. This module imports
-no framework.
+Layers, and functions of models, are in `multibn.torch`, `multibn.flax` and `multibn.chainer`. This
+module imports no framework.
 """
 
 from importlib import import_module as _import_module
@@ -18,10 +18,11 @@ from multibn.engine import observing as observing
 
 
 def __getattr__(name: str) -> _Any:
-    """`multibn.torch` and `multibn.chainer`, imported when they are first named."""
-    if name in ("torch", "chainer", "torch_backend", "chainer_backend"):
+    """The modules of the frameworks, imported when they are first named."""
+    if name.removesuffix("_backend") in ("torch", "flax", "chainer"):
         return _import_module(f"multibn.{name}")
     raise AttributeError(
         f"module 'multibn' has no attribute {name!r}. Layers, and functions of models, are in "
-        f"`multibn.torch` and `multibn.chainer`: write `multibn.torch.{name}`, for example."
+        f"`multibn.torch`, `multibn.flax` and `multibn.chainer`: write `multibn.torch.{name}`, for "
+        "example."
     )

@@ -33,12 +33,13 @@ engine.statistics
 engine.running engine.recompute
 engine checkpoint.pool
 multibn torch_backend._torch_private
-torch_backend.layer chainer_backend
-torch_backend.train torch_backend.norms
+torch_backend.layer chainer_backend flax_backend.mesh_axis
+torch_backend.train torch_backend.norms flax_backend.functional
+flax_backend.nnx flax_backend.linen
 torch_backend.convert torch_backend.precise_bn torch_backend.reversible
 torch_backend.reversible.mvit torch_backend.integrations
-torch_backend
-torch chainer
+torch_backend flax_backend
+torch chainer flax
 parity.launch
 parity info
 check
@@ -174,11 +175,12 @@ def test_modules_import_each_other_in_no_circles() -> None:
             ["chainer", "cupy", "mpi4py", "torch._dynamo", "torch.distributed.tensor"],
         ),
         ("multibn.chainer", ["torch", "mpi4py.MPI"]),
+        ("multibn.flax", ["torch", "chainer", "cupy", "mpi4py"]),
     ],
 )
 def test_importing_and_naming_ranks_bring_in_no_framework(module: str, absent: list[str]) -> None:
     backend = module.rpartition(".")[2].partition("_")[0]
-    if backend in ("torch", "chainer"):
+    if backend in ("torch", "chainer", "flax"):
         require.need(backend)
     # NumPy 1 imports numpy.random itself.
     code = f"""\

@@ -28,6 +28,8 @@ PACKAGES = {
     "multibn.torch.lightning": ("lightning",),
     "multibn.torch.mmengine": ("mmengine",),
     "multibn.torch.reversible": ("torch",),
+    "multibn.flax": ("flax",),
+    "multibn.flax.linen": ("flax",),
     "multibn.chainer": ("chainer",),
 }
 # and those that users import from other files.
@@ -242,7 +244,7 @@ def test_pages_examples_and_docstrings_have_one_import_path() -> None:
     for path in (launch.ROOT / "multibn").rglob("*.py"):
         nodes = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant))
         texts[str(path)] = "\n".join(s for n in nodes if " " in (s := str(n.value)))
-    rooms = re.compile(r"multibn\.(torch|chainer)_backend")
+    rooms = re.compile(r"multibn\.(torch|flax|chainer)_backend")
     assert not [path for path, text in texts.items() if rooms.search(text)]
 
 

@@ -9,7 +9,7 @@ from tests.helpers import launch
 from tests.helpers.pages import MARKDOWN
 
 TESTS = launch.ROOT / "tests"
-PUBLIC = {"check_sync", "test_x", "check_x"}  # no tests; x stands for any name
+PUBLIC = {"check_sync", "check_vma", "test_x", "check_x"}  # no tests; x stands for any name
 # A file in the rooms of tests/, and perhaps a function of this file; or a function by itself.
 FILE = r"((?:\w+/)+(?:test|checks)_\w+)(?:\.py)?`?(?:: `?(\w+))?"
 FUNCTION = r"(?<![\w/.])((?:test|check)_\w+)(?![\w/]|\.py)"

@@ -1,0 +1,95 @@
+"""Exchange the batch norm layers of an nnx model, and back."""
+
+import warnings
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from multibn._typing import RunningVar, Weighting, list_obstacles
+from multibn.flax_backend.mesh_axis import AxisName, Groups
+from multibn.flax_backend.nnx import BatchNorm
+
+_Model = TypeVar("_Model", bound=nnx.Module)
+
+
+def convert_batch_norm(
+    model: _Model,
+    axis_name: AxisName = None,
+    *,
+    axis_index_groups: Groups = None,
+    weighting: Weighting = "element",
+    running_var: RunningVar = "biased",
+    sum_dtype: Any = jnp.float64,
+) -> _Model:
+    """Exchange every flax.nnx.BatchNorm of a model for a `BatchNorm`; state and options stay.
+
+    Changes the layers in place and returns `model`. A layer that has the class already gets the
+    options, too. A model of flax.linen is a program, not an object: name `linen.BatchNorm` there.
+
+    Parameters
+    ----------
+    model
+        A module of flax.nnx, or a part of one.
+    axis_name, axis_index_groups
+        The devices that share, as flax.nnx.BatchNorm's; None leaves those of each layer.
+    weighting, running_var, sum_dtype
+        As `BatchNorm`.
+
+    Warns
+    -----
+    UserWarning
+        One warning for all layers that stay as they are: of classes derived from flax's. One if
+        there is no batch norm.
+
+    Examples
+    --------
+    >>> from flax import nnx
+    >>> from multibn.flax import convert_batch_norm, revert_batch_norm
+    >>> model = nnx.Sequential(nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+    >>> convert_batch_norm(model, "devices").layers[0].weighting
+    'element'
+    >>> type(revert_batch_norm(model).layers[0]) is nnx.BatchNorm
+    True
+    """
+    BatchNorm(
+        1, weighting=weighting, running_var=running_var, sum_dtype=sum_dtype, rngs=nnx.Rngs(0)
+    )
+    obstacles, found = {}, False
+    for path, layer in nnx.iter_modules(model):
+        if type(layer) in (nnx.BatchNorm, BatchNorm):
+            found = True
+            layer.__class__ = BatchNorm
+            layer.configure(weighting, running_var, sum_dtype)
+            if axis_name is not None:
+                layer.axis_name, layer.axis_index_groups = axis_name, axis_index_groups
+        elif isinstance(layer, nnx.BatchNorm):
+            obstacles[".".join(map(str, path))] = (
+                f"the class {type(layer).__qualname__} is not flax's"
+            )
+    if obstacles:
+        warnings.warn(list_obstacles(obstacles, "layer(s) stay as they are"), stacklevel=2)
+    elif not found:
+        warnings.warn("`model` has no flax.nnx.BatchNorm: nothing to convert.", stacklevel=2)
+    return model
+
+
+def revert_batch_norm(model: _Model) -> _Model:
+    """Exchange every `BatchNorm` of a model for flax.nnx.BatchNorm, in place; returns `model`.
+
+    State and flax's own options stay, `axis_name` among them.
+
+    Examples
+    --------
+    >>> from flax import nnx
+    >>> from multibn.flax import BatchNorm, revert_batch_norm
+    >>> model = nnx.Sequential(BatchNorm(2, rngs=nnx.Rngs(0)))
+    >>> type(revert_batch_norm(model).layers[0]) is nnx.BatchNorm
+    True
+    """
+    for _, layer in nnx.iter_modules(model):
+        if type(layer) is BatchNorm:
+            for name in ("weighting", "running_var", "sum_dtype"):
+                delattr(layer, name)
+            layer.__class__ = nnx.BatchNorm
+    return model

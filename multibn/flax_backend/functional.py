@@ -1,0 +1,274 @@
+"""Batch normalization as a function of arrays, which JAX traces and differentiates.
+
+The steps between an activation and a message are those of `multibn.kernels.steps`. The passes over
+an activation are written for XLA, which makes one pass of what stands together: the input less a
+rounded mean is read by the sums and by the output, and no gradient goes through the rounding.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from multibn import wire
+from multibn._typing import Array, RunningVar, Weighting, check_choice, check_eps, check_number
+from multibn.engine import masks
+from multibn.engine.running import running_variance
+from multibn.engine.statistics import OneValueError, not_floating, reduced_axes
+from multibn.flax_backend.mesh_axis import AxisName, Groups, devices, spread
+from multibn.kernels import BatchStatistics, NormArgs, reference, steps
+from multibn.kernels.spec import NOT_FINITE, OK
+
+_NO_ELEMENT = -1  # the state of a batch of which masks leave nothing
+
+
+class Options(NamedTuple):
+    """The options of a layer, under flax's names where flax has them."""
+
+    axis: int | tuple[int, ...] = -1
+    epsilon: float = 1e-5
+    axis_name: AxisName = None
+    axis_index_groups: Groups = None
+    weighting: Weighting = "element"
+    sum_dtype: Any = "float64"
+    momentum: float = 0.99
+    running_var: RunningVar = "biased"
+
+    @classmethod
+    def of(cls, layer: Any) -> "Options":
+        """The options of a layer; raises TypeError or ValueError for a wrong value."""
+        found = cls(*(getattr(layer, name) for name in cls._fields))
+        check_choice("weighting", found.weighting, Weighting)
+        check_choice("running_var", found.running_var, RunningVar)
+        check_eps(found.epsilon)
+        check_number("momentum", found.momentum, "[0, 1]")
+        groups, dtype = found.axis_index_groups, jnp.dtype(found.sum_dtype).name
+        if dtype not in ("float32", "float64"):
+            raise ValueError(f"`sum_dtype` must be float32 or float64: got {dtype}.")
+        groups = groups if groups is None else tuple(map(tuple, groups))
+        return found._replace(axis_index_groups=groups, sum_dtype=dtype)
+
+    def channel_axes(self, ndim: int) -> tuple[int, ...]:
+        """The axes of the channels in an input with so many axes."""
+        axes = self.axis if isinstance(self.axis, tuple | list) else (self.axis,)
+        found = tuple(sorted({k + ndim if k < 0 else k for k in axes}))
+        if not (0 <= found[0] <= found[-1] < ndim and len(found) < ndim):
+            raise ValueError(
+                f"`axis` must be an axis of the input, and leave others: got {self.axis} for "
+                f"{ndim} axes."
+            )
+        return found
+
+
+class Batch(NamedTuple):
+    """What comes of an input: the output, running mean and variance, and the batch's statistics."""
+
+    y: Array
+    running: Any
+    statistics: Any = None  # a `BatchStatistics`, where a batch was read
+    state: Array | int = OK
+
+
+def sync_batch_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    epsilon: float = 1e-5,
+    axis_name: AxisName = None,
+    axis_index_groups: Groups = None,
+    weighting: Weighting = "element",
+    sum_dtype: Any = jnp.float64,
+    mask: Array | None = None,
+    lengths: Array | None = None,
+) -> tuple[Array, BatchStatistics]:
+    """Normalize `x` by the statistics of the batch that all devices hold together.
+
+    Under jax.shard_map and jax.pmap, the devices along `axis_name` share: one psum each way, of
+    2C+2 float64 numbers; a float64 input takes one of C+1 more. Under jax.jit over sharded arrays,
+    `axis_name` is None, and the program is that of one process. All transformations of JAX apply.
+
+    Parameters
+    ----------
+    x
+        Shape `(N, *spatial, C)`, or with the channels on `axis`; floating-point.
+    scale, bias
+        Shape `(C,)`, or None for 1 and 0.
+    axis, epsilon, axis_name, axis_index_groups, weighting, sum_dtype, mask, lengths
+        As `BatchNorm`.
+
+    Returns
+    -------
+    y
+        Shape and dtype of `x`; 0 where elements do not count.
+    batch
+        Mean, biased variance and count of the whole batch, without a gradient; float64 whatever
+        jax_enable_x64 says.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `BatchNorm`, where JAX traces.
+    FloatingPointError
+        If `x` has NaN or infinity, outside of JAX's transformations.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from multibn.flax import sync_batch_norm
+    >>> y, batch = sync_batch_norm(jnp.asarray([[1.0], [3.0]]))
+    >>> print(y[:, 0].round(4), batch.var)
+    [-1.  1.] [1.]
+    """
+    given = Options(axis, epsilon, axis_name, axis_index_groups, weighting, sum_dtype)
+    batch = run(floating(x), scale, bias, None, mask, lengths, Options.of(given))
+    return batch.y, batch.statistics
+
+
+def run(
+    x: Any, scale: Any, bias: Any, running: Any, mask: Any, lengths: Any, options: Options,
+    *, use_running: bool = False,
+) -> Batch:  # fmt: skip
+    """Normalize an input by its batch, or by `running` mean and variance if `use_running`.
+
+    Raises for a batch that is not finite where nothing traces.
+    """
+    mask, lengths = (v if v is None else jnp.asarray(v) for v in (mask, lengths))
+    with jax.enable_x64(True):
+        batch = _run(x, scale, bias, running, mask, lengths, options, use_running)
+    try:
+        state = int(batch.state)
+    except jax.errors.ConcretizationTypeError:  # nobody can look
+        return batch
+    if state == _NO_ELEMENT:
+        raise ValueError(
+            f"`mask` or `lengths` must leave an element of the batch: got none of {x.shape}."
+        )
+    if state == NOT_FINITE and x.dtype != jnp.float16:
+        raise FloatingPointError(
+            "the batch statistics are not finite: the input has NaN, infinity or too large values. "
+            "Look for their origin in the layers before."
+        )
+    return batch
+
+
+@partial(jax.jit, static_argnums=(6, 7), inline=True)
+def _run(
+    x: Any, scale: Any, bias: Any, running: Any, mask: Any, lengths: Any, options: Options,
+    use_running: bool,
+) -> Batch:  # fmt: skip
+    args = _args(x, (scale, bias, *(running or ())), mask, lengths, options)
+    if use_running:
+        one = jnp.ones((), jnp.float64)
+        mean, var = map(steps.as_wide, running)
+        known = BatchStatistics(mean, var, one, one)
+        return Batch(reference.normalize(args, known), running)
+    shared = devices(options.axis_name, options.axis_index_groups)
+    weight, count = _weigh(args, options.weighting, shared)
+    axis, dtype = args.axis, reference.arithmetic_dtype(jnp, x.dtype)
+    n, is_wide = steps.at_least_one(count), dtype == jnp.float64
+    x = reference.masked(x.astype(dtype), args.mask)
+    centre = lax.stop_gradient(jnp.sum(x, axis=axis) / n).astype(dtype)
+    if is_wide:  # nobody can look whether a variance is lost beside the square of the mean
+        sent = lax.stop_gradient(wire.concat([centre * weight, jnp.reshape(weight, (1,))]))
+        total = shared.allreduce(sent)
+        centre = jnp.reshape(total[:-1] / jnp.where(total[-1] == 0, 1.0, total[-1]), centre.shape)
+    d = reference.masked(x - reference.per_channel(centre, x, axis), args.mask)
+    sum_dtype = jnp.promote_types(options.sum_dtype, dtype).name
+    first, second = (_sum(v, axis, sum_dtype) / n for v in (d, d * d))
+    # The mean in the message is about what all devices have taken away.
+    own = jnp.zeros_like(first) if is_wide else steps.as_wide(centre)
+    mean, var = own + first, jnp.clip(second - first * first, 0.0, None)
+    summed = shared.allreduce(
+        steps.pack(mean, var + mean * mean, weight, count, wire.mark(shared.rank))
+    )
+    of_y, _ = steps.statistics_of(args, spread(summed, x, options.axis_name), weight, count)
+    scales = 1.0 / jnp.sqrt(of_y.var + args.eps)
+    scales = scales if scale is None else scales * steps.as_wide(scale)
+    shifts = (own - of_y.mean) * scales
+    shifts = shifts if bias is None else shifts + steps.as_wide(bias)
+    rows = [reference.per_channel(v.astype(dtype), x, axis) for v in (scales, shifts)]
+    y = reference.masked((d * rows[0] + rows[1]).astype(args.x.dtype), args.mask)
+    batch, _ = steps.statistics_of(args, lax.stop_gradient(summed), weight, count)
+    if is_wide:
+        batch = batch._replace(mean=batch.mean + centre)
+    if running is not None:
+        var = running_variance(batch, local_count=count, convention=options.running_var)
+        share = (1 - options.momentum) * steps.as_wide(batch.count > 0)
+        running = tuple(map(steps.moved, running, (batch.mean, var), (share, share)))
+    lost = jnp.any(jnp.isnan(batch.mean))
+    state = jnp.where(lost, NOT_FINITE, jnp.where(batch.count > 0, OK, _NO_ELEMENT))
+    return Batch(y, running, batch, state)
+
+
+def floating(x: Any) -> Array:
+    """An input as an array; raises TypeError unless it is floating-point."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise not_floating(x)
+    return x
+
+
+def _args(x: Array, arrays: Any, mask: Any, lengths: Any, options: Options) -> NormArgs:
+    """The engine's arguments; raises TypeError or ValueError for those that do not fit."""
+    of_channels = options.channel_axes(x.ndim)
+    axis, C = reduced_axes(x.ndim, of_channels), tuple(x.shape[k] for k in of_channels)
+    if wrong := [v.shape for v in arrays if v is not None and v.shape != C]:
+        raise ValueError(
+            f"`num_features` must be {math.prod(C)}, the channels on axis {options.axis} of an "
+            f"input of shape {x.shape}: got a layer whose arrays have shape {wrong[0]}."
+        )
+    if lengths is not None and len(axis) < 2:
+        raise ValueError(f"`lengths` needs an input of shape (N, L, ..., C): got {x.shape}.")
+    if mask is not None:
+        form = tuple(1 if k in of_channels else n for k, n in enumerate(x.shape))
+        if mask.ndim != x.ndim or any(mask.shape[k] != 1 for k in of_channels):
+            cure = ""
+            if mask.ndim == x.ndim:
+                cure = " Take the mask of one channel: mask[..., :1]."
+            elif mask.shape == tuple(x.shape[k] for k in axis):
+                cure = f" Add the axis of the channels: jnp.expand_dims(mask, {of_channels})."
+            raise ValueError(
+                f"`mask` must have shape {form}, with 1 for the channels, or one that broadcasts "
+                f"to it: got {mask.shape} for an input of shape {x.shape}.{cure}"
+            )
+        mask = jnp.squeeze(mask, of_channels)
+    mask = masks.checked(x, mask, lengths, axis=axis)
+    return NormArgs(x, arrays[0], arrays[1], options.epsilon, axis, mask=mask)
+
+
+def _weigh(args: NormArgs, weighting: Weighting, shared: Any) -> tuple[Array, Array]:
+    """What this device counts for, and its elements per channel; raises where all have too few."""
+    weight, count = masks.weigh(args, weighting)
+    if args.mask is None and not count:
+        raise ValueError(
+            f"`x` must have elements: got shape {args.x.shape}. Pad the shards of a batch that is "
+            "smaller than its devices, and pass a `mask`."
+        )
+    if args.mask is None and count * shared.size == 1:
+        raise OneValueError(
+            "normalizing by the statistics of a batch needs more than 1 value per channel: `x` has "
+            f"1, of shape {args.x.shape}. Use a larger batch, or `use_running_average=True`."
+        )
+    return jnp.asarray(weight, jnp.float64), jnp.asarray(count, jnp.float64)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _sum(v: Array, axis: tuple[int, ...], dtype: str) -> Array:
+    """The sum of `v`, made in `dtype`; that of its tangent is in the dtype of `v`.
+
+    The gradient is then a number for each channel in this dtype, which XLA spreads without a
+    conversion of each element.
+    """
+    return jnp.sum(v, axis=axis, dtype=dtype).astype(jnp.float64)
+
+
+@_sum.defjvp
+def _sum_jvp(axis: Any, dtype: str, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    with jax.enable_x64(True):  # JAX may call this when the program around has ended
+        tangent = jnp.sum(tangents[0], axis=axis).astype(jnp.float64)
+        return _sum(primals[0], axis, dtype), tangent

@@ -1,0 +1,75 @@
+"""The layer for flax.linen."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen
+from flax.linen import dtypes
+
+from multibn._typing import Array, RunningVar, Weighting
+from multibn.flax_backend.functional import Options, floating, run
+
+
+class BatchNorm(linen.BatchNorm):
+    """flax.linen.BatchNorm, exact over devices, masks and large means.
+
+    Takes that layer's place: fields, collections (`params`, `batch_stats`) and the names of layers
+    in a model are the same. A call takes what one of `multibn.flax.BatchNorm` takes, and raises the
+    same errors. Initialization needs no axis, and takes any batch.
+
+    Parameters
+    ----------
+    weighting, running_var, sum_dtype
+        As `multibn.flax.BatchNorm`.
+    use_running_average, axis, momentum, epsilon, dtype, param_dtype, use_bias, use_scale
+        As flax.linen.BatchNorm's.
+    bias_init, scale_init, axis_name, axis_index_groups, use_fast_variance
+        As flax.linen.BatchNorm's. `use_fast_variance` plays no part.
+    force_float32_reductions, parent, name
+        As flax.linen.BatchNorm's.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from multibn.flax import linen
+    >>> layer = linen.BatchNorm(use_running_average=False, momentum=0.5)
+    >>> x = jax.numpy.asarray([[1.0, 5.0], [3.0, 5.0]])
+    >>> variables = layer.init(jax.random.key(0), x)
+    >>> y, moved = layer.apply(variables, x, mutable=["batch_stats"])
+    >>> print(y[:, 0].round(4), moved["batch_stats"]["mean"])
+    [-1.  1.] [1.  2.5]
+    """
+
+    weighting: Weighting = "element"
+    running_var: RunningVar = "biased"
+    sum_dtype: Any = jnp.float64
+
+    @linen.compact
+    def __call__(
+        self,
+        x: Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: Array | None = None,
+        lengths: Array | None = None,
+    ) -> Array:
+        name = "use_running_average"
+        use = linen.merge_param(name, self.use_running_average, use_running_average)
+        options, x = Options.of(self), floating(x)
+        shape = tuple(x.shape[k] for k in options.channel_axes(x.ndim))
+        wide = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, wide)
+        var = self.variable("batch_stats", "var", jnp.ones, shape, wide)
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        x, *_ = dtypes.promote_dtype(x, scale, bias, dtype=self.dtype)
+        mask = mask if mask is None else jnp.asarray(mask, bool)  # flax's layer takes numbers, too
+        use |= self.is_initializing()
+        running = mean.value, var.value
+        batch = run(x, scale, bias, running, mask, lengths, options, use_running=use)
+        if not use:
+            mean.value, var.value = batch.running
+        return batch.y

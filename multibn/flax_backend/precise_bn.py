@@ -1,0 +1,112 @@
+"""Precise batch norm: running statistics from a whole pass over data."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from multibn import wire
+from multibn._typing import check_int
+from multibn.engine.running import PopulationEstimator, running_variance
+from multibn.flax_backend.nnx import BatchNorm, Population
+
+
+def update_bn_stats(
+    model: nnx.Module,
+    data_loader: Iterable[Any],
+    *,
+    num_iters: int | None = None,
+    forward_fn: Callable[[Any, Any], object] | None = None,
+) -> None:
+    """Replace the running statistics of a model's batch norms by statistics of the loader's data.
+
+    The statistics are those of all elements of each layer's inputs, over all batches, of any sizes,
+    and over all devices (Wu & Johnson, 2021, arXiv:2105.07576, section 3). Layers normalize by the
+    batch meanwhile, as in training. Only `mean` and `var` change: other state is as before, and all
+    is after an exception.
+
+    Parameters
+    ----------
+    model
+        Its `BatchNorm` layers with `use_running_average=False` are updated: call `model.train()`,
+        and `convert_batch_norm`, before.
+    data_loader
+        Any iterable of batches.
+    num_iters
+        Stop after so many batches; None for all.
+    forward_fn
+        Called as `forward_fn(model, batch)`. Default: nnx.jit of `model(batch)`, or of
+        `model(batch[0])` for a tuple or list. Layers with an `axis_name` need one that binds the
+        axis, by nnx.shard_map for example.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `num_iters` is no positive int, or if there is no batch.
+
+    Warns
+    -----
+    UserWarning
+        If there is no layer to update, or a layer that had no input, which keeps its statistics.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from multibn.flax import BatchNorm, update_bn_stats
+    >>> layer = BatchNorm(1, rngs=nnx.Rngs(0))
+    >>> update_bn_stats(layer, [jnp.asarray([[1.0], [3.0]]), jnp.asarray([[5.0], [7.0], [9.0]])])
+    >>> print(layer.mean[...], layer.var[...])
+    [5.] [8.]
+    """
+    check_int("num_iters", num_iters, none="all batches")
+    layers = {
+        ".".join(map(str, path)): layer
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, BatchNorm) and not layer.use_running_average
+    }
+    if not layers:
+        warnings.warn(
+            "`model` has no multibn.flax.BatchNorm in training mode: nothing to update. Call "
+            "convert_batch_norm(model) and model.train() first.",
+            stacklevel=2,
+        )
+        return
+    forward = forward_fn or nnx.jit(lambda model, x: model(x))
+    before = jax.tree.map(lambda v: v, nnx.state(model))
+    num_batches = 0
+    try:
+        for layer in layers.values():
+            length = wire.forward_payload(layer.num_features)
+            with jax.enable_x64(True):
+                layer.population = Population(jnp.zeros(length, jnp.float64))
+        for batch in islice(data_loader, num_iters):
+            is_plain = forward_fn is None and type(batch) in (tuple, list)
+            forward(model, batch[0] if is_plain else batch)
+            num_batches += 1
+        sums = {path: np.asarray(layer.population[...]) for path, layer in layers.items()}
+    finally:
+        for layer in layers.values():
+            if hasattr(layer, "population"):
+                del layer.population
+        nnx.update(model, before)
+    if not num_batches:
+        raise ValueError("`data_loader` must have a batch: got none.")
+    for path, layer in layers.items():
+        estimator = PopulationEstimator(np.zeros(layer.num_features))
+        estimator.add(sums[path])
+        found = estimator.compute()
+        if not found.count:
+            warnings.warn(
+                f"{path or 'the layer'} had no input, and keeps its statistics.", stacklevel=2
+            )
+            continue
+        var = running_variance(found, local_count=found.count, convention=layer.running_var)
+        for kept, new in ((layer.mean, found.mean), (layer.var, var)):
+            old = kept[...]
+            kept[...] = jax.device_put(new.astype(old.dtype), old.sharding)

@@ -1,0 +1,145 @@
+"""What a call refuses, where JAX traces; and batches that are not finite."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from multibn.flax import BatchNorm, linen, sync_batch_norm
+from tests.flax_backend.devices_layers import ALL, MESH, SPLIT
+from tests.flax_backend.on_devices import NUM_DEVICES
+
+X = jnp.ones((4, 5, 3))
+
+
+def sharded(function: Callable[[Any], Any], **options: Any) -> Callable[[Any], Any]:
+    return jax.shard_map(function, mesh=MESH, in_specs=SPLIT, out_specs=SPLIT, **options)
+
+
+def layer(**options: Any) -> Any:
+    return BatchNorm(3, rngs=nnx.Rngs(0), **options)
+
+
+def norm(x: Any, **options: Any) -> Any:
+    return sync_batch_norm(x, jnp.ones(3), **options)[0]
+
+
+def given(**options: Any) -> Callable[[Any], Any]:
+    return partial(norm, **options)
+
+
+def axis(name: str, groups: Any = None) -> Callable[[Any], Any]:
+    return partial(norm, axis_name=name, axis_index_groups=groups)
+
+
+def check_refused_inputs() -> None:
+    mask = jnp.ones((4, 5), bool)
+    groups, four = [[0, 1], [2, 3]], jnp.ones(4, int)
+    refused: list[Any] = [
+        ("`axis_name` must be an axis that .*: got 'other'", axis("other"), X),
+        (r"`axis_name` must be .*\['devices'\] is bound", sharded(axis("other")), X),
+        ("`mask` must have shape .*expand_dims", given(mask=mask), X),
+        (r"`mask` must have .*one channel: mask\[\.\.\., :1\]", given(mask=X > 0), X),
+        (r"`mask` must have the shape .*got \(4, 4\)", given(mask=mask[:, :4, None]), X),
+        (r"`mask` must be of dtype bool", given(mask=X[..., :1]), X),
+        (r"cannot be passed together", given(mask=mask[..., None], lengths=four), X),
+        (r"`lengths` must have shape \(4,\)", given(lengths=jnp.ones(5, int)), X),
+        (r"`lengths` needs an input of shape \(N, L", given(lengths=four), X[:, 0]),
+        (r"`num_features` must be 2, the channels on axis -1", norm, X[..., :2]),
+        (r"`num_features` must be 2", layer(), X[..., :2]),
+        (r"`axis` must be an axis of the input", given(axis=3), X),
+        (r"`x` must have elements: got shape", norm, X[:0]),
+        (r"`x` must have elements", sharded(axis("devices")), X[:0]),
+        (r"more than 1 value per channel", norm, X[:1, :1]),
+        (r"real floating-point dtype: got int32", norm, X.astype(int)),
+        (r"real floating-point dtype: got int32", layer(), X.astype(int)),
+        (r"real floating-point dtype: got complex64", norm, X + 1j),
+        (r"`axis_index_groups` needs .*check_vma=False", sharded(axis("devices", groups)), X),
+        (r"`axis_index_groups` must have each of the 4", sharded(axis("devices", [[0]])), X),
+    ]
+    for message, function, x in refused:
+        for call in (function, jax.jit(function)):
+            with pytest.raises((TypeError, ValueError), match=message):
+                call(x)
+
+
+def check_an_axis_of_one_device() -> None:
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((NUM_DEVICES, 1), ("data", "model"), axis_types=auto)
+    specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
+
+    def over(name: str) -> Any:
+        return jax.shard_map(lambda x: norm(x, axis_name=name), mesh=mesh, **specs)
+
+    with pytest.raises(ValueError, match=r"`axis_name` must be an axis of several .* of size 1"):
+        jax.jit(over("model"))(X)
+    assert jnp.isfinite(over("data")(X)).all()
+    alone = jax.make_mesh((1,), ("devices",), axis_types=auto[:1])
+    y = jax.shard_map(
+        lambda x: norm(x, axis_name="devices"), mesh=alone, in_specs=SPLIT, out_specs=SPLIT
+    )
+    assert jnp.isfinite(y(X)).all()
+
+
+def check_refused_options() -> None:
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("`weighting` must be one of", {"weighting": "batch"}),
+        ("`running_var` must be one of", {"running_var": "unbiased"}),
+        ("`sum_dtype` must be float32 or float64: got b", {"sum_dtype": jnp.bfloat16}),
+        ("`eps` must be", {"epsilon": 0.0}),
+        (r"`momentum` must be in \[0, 1\]", {"momentum": 1.5}),
+    ]
+    for message, options in refused:
+        with pytest.raises(ValueError, match=message):
+            layer(**options)
+        model = linen.BatchNorm(use_running_average=False, **options)
+        with pytest.raises(ValueError, match=message):
+            model.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="`use_running_average` must be a bool"):
+        layer(use_running_average=None)(X)
+
+
+def functional_step(graph: Any, state: Any, x: Any) -> Any:
+    bn = nnx.merge(graph, state)
+    return bn(x), nnx.state(bn, nnx.BatchStat)
+
+
+def check_batches_that_are_not_finite() -> None:
+    """No statistics move; without a trace, an error tells."""
+    for wrong in (np.nan, 1e300):
+        with jax.enable_x64(wrong == 1e300):
+            x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3))).at[5, 1].set(wrong)
+            for name in ("devices",) if wrong == 1e300 else (None, "devices"):
+                graph, state = nnx.split(layer(axis_name=name))
+                step: Any = partial(functional_step, graph)
+                if name:
+                    specs = {"in_specs": (ALL, SPLIT), "out_specs": (SPLIT, ALL)}
+                    step = jax.shard_map(step, mesh=MESH, **specs)
+                y, moved = jax.jit(step)(state, x)
+                assert jnp.isnan(y).all()
+                assert (moved["mean"][...] == 0).all()
+                assert (moved["var"][...] == 1).all()
+            bn = layer()
+            with pytest.raises(
+                FloatingPointError, match="statistics are not finite: the input has"
+            ):
+                bn(x)
+            assert (bn.mean[...] == 0).all()
+    half = layer(dtype=jnp.float16)
+    assert jnp.isnan(half(jnp.ones((4, 3), jnp.float16).at[0].set(jnp.inf))).all()
+    assert (half.var[...] == 1).all()
+
+
+def check_masks_that_leave_nothing() -> None:
+    bn, mask = layer(), jnp.zeros((4, 5, 1), bool)
+    with pytest.raises(ValueError, match="`mask` or `lengths` must leave an element"):
+        bn(X, mask=mask)
+    y = nnx.jit(lambda bn, x: bn(x, mask=mask))(bn, X * jnp.nan)
+    assert (y == 0).all()
+    assert (bn.var[...] == 1).all()
