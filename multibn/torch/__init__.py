@@ -12,6 +12,9 @@ from multibn.torch_backend import SyncBatchNorm as SyncBatchNorm
 from multibn.torch_backend import SyncBatchNorm1d as SyncBatchNorm1d
 from multibn.torch_backend import SyncBatchNorm2d as SyncBatchNorm2d
 from multibn.torch_backend import SyncBatchNorm3d as SyncBatchNorm3d
+from multibn.torch_backend import SyncBatchRenorm1d as SyncBatchRenorm1d
+from multibn.torch_backend import SyncBatchRenorm2d as SyncBatchRenorm2d
+from multibn.torch_backend import SyncBatchRenorm3d as SyncBatchRenorm3d
 from multibn.torch_backend import SyncGroupNorm as SyncGroupNorm
 from multibn.torch_backend import SyncInstanceNorm1d as SyncInstanceNorm1d
 from multibn.torch_backend import SyncInstanceNorm2d as SyncInstanceNorm2d

@@ -21,6 +21,9 @@ from multibn.torch_backend.layer.step_statistics import step_statistics as step_
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
+from multibn.torch_backend.norms.batch_renorm import SyncBatchRenorm1d as SyncBatchRenorm1d
+from multibn.torch_backend.norms.batch_renorm import SyncBatchRenorm2d as SyncBatchRenorm2d
+from multibn.torch_backend.norms.batch_renorm import SyncBatchRenorm3d as SyncBatchRenorm3d
 from multibn.torch_backend.norms.group_norm import SyncGroupNorm as SyncGroupNorm
 from multibn.torch_backend.norms.instance_norm import SyncInstanceNorm1d as SyncInstanceNorm1d
 from multibn.torch_backend.norms.instance_norm import SyncInstanceNorm2d as SyncInstanceNorm2d

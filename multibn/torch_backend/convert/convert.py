@@ -25,6 +25,7 @@ from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, without_none
 from multibn.torch_backend.layer.sub_batch_norm import Part
+from multibn.torch_backend.norms.batch_renorm import SyncBatchRenormBase
 from multibn.torch_backend.norms.group_norm import SyncGroupsBase
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -294,6 +295,7 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
     return module
 
 
+_RENORMALIZES = "it renormalizes its batch, which would be lost"
 _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
 
 
@@ -307,6 +309,8 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         return "it is not of torch's batch norm class" if shares else None
     if "forward" in vars(layer):
         return "its forward pass was set on the instance. Convert the model before"
+    if isinstance(layer, SyncBatchRenormBase):
+        return _RENORMALIZES
     if isinstance(layer, SyncBatchNorm):
         return None
     if hasattr(layer, "parametrizations"):
@@ -325,6 +329,8 @@ def _cannot_convert(layer: nn.Module) -> str | None:
 def _cannot_revert(layer: SyncNormBase) -> str | None:
     """The reason why `layer` must keep its class, or None."""
     names = overridden(type(layer), lambda c: c.__module__.startswith("multibn."), *_HARMLESS)
+    if isinstance(layer, SyncBatchRenormBase):
+        return _RENORMALIZES
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
     if names:

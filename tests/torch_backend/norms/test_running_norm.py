@@ -70,6 +70,6 @@ def test_wrong_arguments_are_named() -> None:
     norm, _ = filled()
     for wrong, got in ((torch.ones(3), r"Tensor of shape \(3,\)"), (np.ones(2), "ndarray of")):
         with pytest.raises(ValueError, match=rf"`x` must be .*\(\*batch, \*\(2,\)\): got {got}"):
-            norm.update(wrong)  # type: ignore[arg-type]
+            norm.update(wrong)
     with pytest.raises(ValueError, match="`mask` must have the shape of the input"):
         norm.update(torch.ones(3, 2), mask=torch.ones(2, dtype=torch.bool))

@@ -1,0 +1,122 @@
+"""Batch renormalization (Ioffe, 2017, arXiv:1702.03275) by the statistics of all ranks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from multibn._typing import check_ints, check_number
+from multibn.kernels import reference
+from multibn.torch_backend.layer import functional, modules, validation
+from multibn.torch_backend.layer.base import LayerOptions
+from multibn.torch_backend.norms.group_norm import scale_and_shift
+from multibn.torch_backend.norms.read_once import read_once
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenormOptions(LayerOptions):
+    rmax: float = 3.0
+    dmax: float = 5.0
+    schedule: tuple[int, ...] = (5000, 40000, 25000)
+
+    def check(self) -> None:
+        super().check()
+        check_number("rmax", self.rmax, "[1, inf)")
+        check_number("dmax", self.dmax, "[0, inf)")
+        if not isinstance(self.schedule, tuple) or len(self.schedule) != 3:
+            raise TypeError(f"`schedule` must be a tuple of three ints: got {self.schedule!r}.")
+        check_ints("schedule", self.schedule, 0)
+
+
+class SyncBatchRenormBase(modules.SyncBatchNorm):
+    Options = RenormOptions
+
+    def __init__(
+        self,
+        num_features: int,
+        *args: Any,
+        rmax: float = 3.0,
+        dmax: float = 5.0,
+        schedule: tuple[int, int, int] = (5000, 40000, 25000),
+        **bn_args: Any,
+    ) -> None:
+        super().__init__(num_features, *args, **bn_args)
+        self.rmax, self.dmax, self.schedule = rmax, dmax, schedule
+        self.norm_options.check()
+        clips = torch.tensor([rmax, dmax], dtype=torch.float64, device=None)
+        self.register_buffer("clips", clips, persistent=False)
+
+    def forward(
+        self, input: Tensor, residual: Any = None, *, mask: Any = None, lengths: Any = None
+    ) -> Tensor:
+        kept: Any = self.running_mean, self.running_var, self.num_batches_tracked
+        if not self.training or kept[0] is None or isinstance(input, fx.Proxy):
+            return super().forward(input, residual, mask=mask, lengths=lengths)
+        sharing: Any = self.num_features, self.layer_communicator
+        try:
+            validation.check_input(input, self.num_features)
+            self._check_input_dim(input)
+        except (TypeError, ValueError) as error:
+            validation.raise_on_all_ranks(error, input, *sharing)
+        where = validation.mask_of(input, mask, lengths, *sharing)
+        mean, var, n, clips = read_once(input, *kept, self.get_buffer("clips"))
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        args = self._as_input(x, None, where)._replace(weight=None, bias=None)
+        y, batch = functional.forward(args, *sharing, weighting=self.weighting)
+        start, *ends = self.schedule
+        rise = [((n.double() - start + 1) / (end - start + 1)).clamp(0, 1) for end in ends]
+        rmax, dmax = 1 + (clips[0] - 1) * rise[0], clips[1] * rise[1]
+        std = (var.double() + self.eps).sqrt()
+        r = torch.clamp((batch.var + self.eps).sqrt() / std, 1 / rmax, rmax).to(x.dtype)
+        d = torch.clamp((batch.mean - mean) / std, -dmax, dmax).to(x.dtype)
+        scale, shift = (r, d) if self.weight is None else (r * self.weight, d * self.weight)
+        shift = shift if self.bias is None else shift + self.bias
+        y = scale_and_shift(y, scale, shift, input.dtype)
+        return reference.masked(y if residual is None else y + residual, where)
+
+
+class SyncBatchRenorm1d(SyncBatchRenormBase, modules.SyncBatchNorm1d):
+    """Batch renormalization of `(N, C)` or `(N, C, L)` over the batches of all ranks.
+
+    In training `y = ((x - mean) / std * r + d) * weight + bias`. Without a gradient, r is `std /
+    running_std` within [1/rmax, rmax], d is `(mean - running_mean) / running_std` within [-dmax,
+    dmax]. All else is as in `SyncBatchNorm`; states are those of batch norms.
+
+    Parameters
+    ----------
+    num_features, *args, rmax, dmax, **bn_args
+        As `SyncBatchNorm`, except `fuse_relu`; the last clips, which the buffer `clips` holds.
+    schedule
+        Counts of batches: until the first, r is 1 and d 0; rmax and dmax rise to the other two.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch import SyncBatchRenorm1d
+    >>> layer = SyncBatchRenorm1d(1, schedule=(0, 0, 0), affine=False)
+    >>> layer(torch.tensor([[1.0], [3.0]])).flatten()  # running mean 0, variance 1
+    tensor([1.0000, 3.0000])
+    """
+
+
+class SyncBatchRenorm2d(SyncBatchRenormBase, modules.SyncBatchNorm2d):
+    """The layer of inputs `(N, C, H, W)`. Parameters are those of `SyncBatchRenorm1d`.
+
+    Examples
+    --------
+    >>> from multibn.torch import SyncBatchRenorm2d
+    >>> SyncBatchRenorm2d(8, rmax=2.0).clips
+    tensor([2., 5.], dtype=torch.float64)
+    """
+
+
+class SyncBatchRenorm3d(SyncBatchRenormBase, modules.SyncBatchNorm3d):
+    """The layer of inputs `(N, C, D, H, W)`. Parameters are those of `SyncBatchRenorm1d`.
+
+    Examples
+    --------
+    >>> from multibn.torch import SyncBatchRenorm3d
+    >>> SyncBatchRenorm3d(8).schedule
+    (5000, 40000, 25000)
+    """
