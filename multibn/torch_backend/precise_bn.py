@@ -37,7 +37,7 @@ from multibn.torch_backend.train.join import tensors_in
 from multibn.torch_backend.train.synchrony import participants
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
-# The names of what tells a model where padding is.
+# Argument names that suggest padding.
 _MASK = re.compile("(mask|len|length)s?$")
 
 
@@ -75,8 +75,8 @@ def update_bn_stats(
         Any iterable of batches, this rank's share of the data.
     num_samples, num_iters
         Stop after this many samples on all ranks together, in whole batches, or after this many
-        batches on each rank. The first tensor of a batch has the samples on its first dimension;
-        of a PackedSequence, its sequences are the samples. Only by name: `unnamed` must be empty.
+        batches on each rank. The first tensor of a batch has the samples on its first dimension; of
+        a PackedSequence, its sequences are the samples. Keyword-only: `unnamed` must be empty.
     estimator
         `"population"`: exact mean and variance of all elements of the layer's inputs on all ranks,
         for batches of any sizes; the variance is unbiased, times N/(N-1) with N these elements per
@@ -86,7 +86,7 @@ def update_bn_stats(
         of `convert_sub_batchnorm` one of its parts.
     forward_fn
         Called as `forward_fn(model, batch)`. Default: `model(batch)`, or `model(batch[0])` for a
-        plain tuple or list. A named tuple and a PackedSequence go in whole.
+        plain tuple or list. A named tuple or PackedSequence is passed as it is.
     process_group
         The ranks whose data is pooled, as in `check_sync`. The group should contain those of the
         model's synchronized layers.
@@ -96,9 +96,9 @@ def update_bn_stats(
     Raises
     ------
     ValueError
-        On all ranks, if no rank's loader had a batch, or if a rank's loader had none and the
-        model has synchronized layers. If an argument has another value than those above; for
-        `process_group` as `check_sync`.
+        On all ranks, if no rank's loader had a batch, or if a rank's loader had none and the model
+        has synchronized layers. Also if an argument is invalid; for `process_group` as
+        `check_sync`.
     TypeError
         If a number is no int or `progress` no bool. If `num_samples` is an int and a batch has no
         tensor. If `model` is no module, as where the arguments are swapped, if a third argument has
@@ -110,8 +110,8 @@ def update_bn_stats(
     -----
     UserWarning
         If the loader ended before `num_samples` or `num_iters`, a layer had no input and keeps its
-        statistics, there is no layer to update, or the model takes lengths or masks, and the
-        batches have several things, of which the first goes in alone.
+        statistics, there is no layer to update, or the model takes lengths or masks but only the
+        first element of each batch is passed to it.
 
     Examples
     --------
@@ -126,14 +126,14 @@ def update_bn_stats(
     """
     if unnamed:
         raise TypeError(
-            f"update_bn_stats takes two arguments by place: got {unnamed} after them. Name what "
-            "follows: fvcore's third is `num_iters=`, a number of batches."
+            f"update_bn_stats() takes two positional arguments: got {unnamed} after them. fvcore's "
+            "third positional argument is `num_iters=`, a number of batches."
         )
     check_module(
         "model",
         model,
-        "The order is `update_bn_stats(model, data_loader)`; torch's swa_utils.update_bn has the "
-        "other one.",
+        "The order is `update_bn_stats(model, data_loader)`; torch.optim.swa_utils.update_bn takes "
+        "them in the opposite order.",
     )
     check_arguments(num_samples, num_iters, estimator)
     check_bool(progress=progress)
@@ -178,9 +178,10 @@ def update_bn_stats(
         )
     if left_out:
         warnings.warn(
-            f"`model` takes {', '.join(sorted(left_out))}, but of each batch only the first thing "
-            "went in, so padding counts, if there is any. Pass `forward_fn=lambda model, batch: "
-            "model(*batch)`, or `model(batch[0])` if this is right.",
+            f"`model` takes {', '.join(sorted(left_out))}, but only the first element of each "
+            "batch was passed to it, so padding, if any, is included in the statistics. Pass "
+            "`forward_fn=lambda model, batch: model(*batch)`, or `model(batch[0])` if this is "
+            "right.",
             stacklevel=2,
         )
 
@@ -193,7 +194,7 @@ def check_arguments(num_samples: object, num_iters: object, estimator: object) -
 
 
 def _rest_before_fork() -> None:
-    """Let gloo's threads release what the last step has left, before a loader forks its workers.
+    """Wait for gloo's threads to go idle before DataLoader workers are forked.
 
     Before Python 3.12, a fork made while such a thread enters Python inherits a locked mutex of the
     interpreter, and waits for it for ever.
@@ -224,9 +225,9 @@ def _forward(model: nn.Module, batch: Any, *, left_out: set[str]) -> None:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(
             f"`model({'batch[0]' if has_several else 'batch'})` failed for a batch of type "
-            f"{type(batch).__qualname__}: {str(error).rstrip('.')}. If the model is called in "
-            "another way, pass it: "
-            "`forward_fn=lambda model, batch: model(**batch)`, for example; `model(batch)` for "
+            f"{type(batch).__qualname__}: {str(error).rstrip('.')}. Pass the right call as "
+            "`forward_fn`, for example "
+            "`forward_fn=lambda model, batch: model(**batch)`; `model(batch)` for "
             "SlowFast's lists of pathways, or `model(*batch)`."
         ) from error
 
@@ -252,7 +253,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     ]
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     others = [(t, t.clone()) for norm in norms for t in running_tensors(norm)]
-    # Of a step of `step_statistics`, which these batches have no part in.
+    # Suspend a surrounding step_statistics(): these batches are not part of it.
     layers = [m for m in model.modules() if isinstance(vars(m).get("pool"), StepAccumulator)]
     pools = [(layer, layer.pool) for layer in layers]
     for layer in layers:
@@ -345,7 +346,7 @@ class _WatchedNorm:
         def forward(*args: Any, **kwargs: Any) -> Any:
             with _Seeing(self) as seeing:
                 y = own_forward(*args, **kwargs)
-            if not seeing.has_seen:  # it computes by itself
+            if not seeing.has_seen:  # it did not call F.batch_norm
                 self.add(input_of(args, kwargs))
             return y
 

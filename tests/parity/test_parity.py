@@ -359,7 +359,7 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
         (_that_exits, r"the torch model .* and return an array: got SystemExit: $"),
         (
             _scripted,
-            r"models:pair must have layers that can be converted: 1 .* not shared: bn \(torch\.jit",
+            r"models:pair must have layers that can be .*: 1 .* synchronized: bn \(torch\.jit",
         ),
         (
             _with_a_norm_of_ones_own,

@@ -32,7 +32,7 @@ _ATTRIBUTES |= {"converted_from", "own_group", "_shares", "_num_splits"}
 
 
 def derive(layer: Any, /) -> SyncBatchNorm:
-    """Change the class of `layer` to one that is synchronized; its `configure` must follow."""
+    """Set the class of `layer` to its synchronized subclass; the caller must configure it."""
     original = type(layer)
     if isinstance(layer, SyncBatchNorm):  # which no longer splits its batch
         del layer._num_splits
@@ -79,7 +79,7 @@ def _new(original: type[_BatchNorm]) -> SyncBatchNorm:
 
 
 class _Derived(SyncBatchNorm):
-    """Base of the classes that no module has by name. Copies and pickles name the original."""
+    """Base of classes created at run time; copies and pickles refer to the original class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new, (self.converted_from,), self.__getstate__()
@@ -129,7 +129,7 @@ NAMES = sorted(name for name in _OWN if not name.startswith("__"))
 
 
 class _Sharing(functional.BatchNormMode):
-    """A context in which batch norm with a layer's running mean is the one of this package."""
+    """Intercept calls of batch_norm that pass the layer's running_mean, and synchronize them."""
 
     def __init__(self, layer: _OwnForward) -> None:
         super().__init__()
@@ -177,8 +177,8 @@ class _Sharing(functional.BatchNormMode):
         args, sharing = args._replace(running=running), (num_channels, layer.layer_communicator)
         y, batch = functional.forward(args, *sharing, weighting=layer.weighting)
         if running is not None and before is not None and counter is not None:
-            # The forward pass has counted, once for each call. Neither a recomputation counts, nor
-            # a batch that is empty on all ranks.
+            # The original `forward` has incremented the counter. Undo this for recomputations and
+            # for batches that are empty on all ranks.
             counts = (batch.count > 0) & updates_running(running, input)
             counter.copy_(torch.where(counts, counter, before))
         return y

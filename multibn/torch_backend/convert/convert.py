@@ -39,10 +39,10 @@ _NOT_LOST = (
 
 
 class BatchNorm(_BatchNorm):
-    """Batch normalization of this process alone, for any number of dimensions from 2.
+    """Local (unsynchronized) batch norm for inputs with two or more dimensions.
 
-    `revert_sync_batchnorm` returns one for a `SyncBatchNorm` that was never converted. A call takes
-    `mask` or `lengths`, as one of that layer.
+    What `revert_sync_batchnorm` makes of a `SyncBatchNorm` that was constructed directly. Like that
+    layer, it takes `mask` or `lengths`.
 
     Examples
     --------
@@ -91,18 +91,18 @@ def convert_sync_batchnorm(
     nonfinite: Nonfinite = None,
     strict: bool = False,
 ) -> _Model:
-    """Synchronize every batch norm of a model, subclasses of torch's among them.
+    """Convert every batch norm layer of a model, including subclasses of torch's.
 
     Changes the layers in place and returns `module`. A converted layer is a `SyncBatchNorm`, and
     stays an instance of its class: an nn.BatchNorm2d becomes a `SyncBatchNorm2d`. The exception is
-    nn.SyncBatchNorm, a class that DistributedDataParallel (DDP) refuses on CPU. A layer with a
-    forward pass of its own runs this pass; in training, torch.nn.functional.batch_norm then shares
-    statistics. All attributes stay, parameters, buffers and hooks among them. Call this function
-    before or after the construction of the optimizer, DDP and FSDP. From the first training forward
-    pass on, at the latest, DDP leaves running statistics that are equal on all ranks out of its
-    broadcast of buffers. Layers that are only in plain lists and dictionaries stay unchanged, and
-    so do layers that share already; those of `convert_sub_batchnorm` no longer split. Not
-    collective.
+    nn.SyncBatchNorm, a class that DistributedDataParallel (DDP) refuses on CPU. A layer that
+    overrides `forward` keeps its `forward`; in training its call of torch.nn.functional.batch_norm
+    is synchronized. All attributes stay, parameters, buffers and hooks among them. Call this
+    function before or after the construction of the optimizer, DDP and FSDP. From the first
+    training forward pass on, at the latest, DDP leaves running statistics that are equal on all
+    ranks out of its broadcast of buffers. Layers in plain lists and dictionaries are not found.
+    Layers that are already synchronized are left alone; layers from `convert_sub_batchnorm` lose
+    their splits. Not collective.
 
     Parameters
     ----------
@@ -114,8 +114,8 @@ def convert_sync_batchnorm(
     weighting, running_var, nonfinite
         As `SyncBatchNorm`'s.
     strict
-        Whether a layer that cannot be converted is an error, and a model without a batch norm. No
-        layer is changed then.
+        Raise, without changing anything, if a layer cannot be converted or the model has no batch
+        norm.
 
     Raises
     ------
@@ -129,10 +129,9 @@ def convert_sync_batchnorm(
     Warns
     -----
     UserWarning
-        One warning for all layers that stay as they are, with paths for each reason, as a class
-        that is not torch's batch norm. One if the model has no batch norm. One for layers that
-        share already, and have other options than those that were passed; a `process_group` is
-        compared if there is no layer to convert.
+        One warning that lists the layers that were not converted, grouped by reason. One if the
+        model has no batch norm. One for layers that are already synchronized with different
+        options; `process_group` is compared only if there is no layer to convert.
 
     Examples
     --------
@@ -148,7 +147,10 @@ def convert_sync_batchnorm(
     layers = _find(module, strict)
     if kept := _with_others(module, layers, process_group, options):
         warnings.warn(
-            list_obstacles(kept, "layer(s) stay as they are, they share already"), stacklevel=2
+            list_obstacles(
+                kept, "layer(s) already synchronized with different options were left unchanged"
+            ),
+            stacklevel=2,
         )
     for layer in map(class_swap.derive, layers):
         layer.configure(layer.own_group if process_group is None else process_group, **options)
@@ -161,9 +163,9 @@ def convert_sync_batchnorm(
 def _with_others(
     module: nn.Module, layers: list[_BatchNorm], process_group: Any, options: dict[str, Any]
 ) -> dict[str, str]:
-    """The layers that share already, and not as a conversion of `layers` asks: paths, and why."""
+    """Return already synchronized layers whose options differ from the requested ones, by path."""
     asked = {name: v for name, v in options.items() if v != getattr(LayerOptions, name)}
-    if not layers and process_group is not None:  # else the call is about the others' ranks
+    if not layers and process_group is not None:  # otherwise about the converted layers
         asked["process_group"] = as_communicator(process_group)
     kept: dict[str, str] = {}
     for path, part in module.named_modules():
@@ -173,29 +175,30 @@ def _with_others(
                 f"{k}={has[k]!r}" for k, value in asked.items() if repr(has[k]) != repr(value)
             ]
             if others:
-                kept[path] = f"{', '.join(others)}. Call revert_sync_batchnorm before"
+                kept[path] = f"{', '.join(others)}. Call revert_sync_batchnorm first"
     return kept
 
 
 def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = False) -> _Model:
-    """Let every batch norm of a model normalize each part of its batch by this part's statistics.
+    """Make every batch norm normalize each sub-batch with its own statistics (ghost batch norm).
 
-    Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for a model as it is: a large
-    batch trains as several small ones do. Changes the layers in place, as `convert_sync_batchnorm`
-    does, those that share or split already, too, and returns `module`; `revert_sync_batchnorm` is
-    the way back. The parts are consecutive samples, of sizes that differ by one at most. The
-    running statistics are those of the whole batch, as an nn.BatchNorm2d keeps them, so that
-    evaluation and state dicts stay what they were. Not collective; nor are the layers. For parts of
-    a batch that ranks share, and for SlowFast's state, see `SubBatchNorm3d`.
+    Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for an existing model: a large
+    batch trains like several small ones. Changes the layers in place, as `convert_sync_batchnorm`
+    does, including layers that are already synchronized or split, and returns `module`;
+    `revert_sync_batchnorm` undoes it. The parts are consecutive samples, of sizes that differ by
+    one at most. The running statistics are those of the whole batch, as an nn.BatchNorm2d keeps
+    them, so that evaluation and state dicts are unchanged. Neither this call nor the layers are
+    collective. For parts of a batch that ranks share, and for SlowFast's state, see
+    `SubBatchNorm3d`.
 
     Parameters
     ----------
     module, strict
         As for `convert_sync_batchnorm`.
     num_splits
-        The number of parts. A batch too small for them has fewer, so that each part has a sample,
-        and two values per channel, those that a mask leaves out among them. A mask that leaves
-        none of a part is an error of the layer in training.
+        Number of sub-batches; fewer for small batches, so that each has a sample and two values per
+        channel (masked ones included). In training, a mask that excludes a whole sub-batch raises
+        ValueError.
 
     Raises
     ------
@@ -238,12 +241,12 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
     message = ""
     if obstacles:
         message = list_obstacles(
-            obstacles, "layer(s) stay as they are, their statistics are not shared"
+            obstacles, "layer(s) cannot be converted; their statistics will not be synchronized"
         )
     elif not (layers or any(isinstance(part, SyncNormBase) for part in module.modules())):
         message = (
-            f"`module` must have a batch norm of torch: got none in {_name(module)}, so that no "
-            "statistics are shared. Frozen norms (of torchvision's detectors, for example), group "
+            f"`module` has no batch norm layer of torch: got {_name(module)}. Nothing is "
+            "synchronized. Frozen norms (of torchvision's detectors, for example), group "
             "norms and layer norms need no sharing."
         )
     if message and strict:
@@ -254,7 +257,7 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
 
 
 def revert_sync_batchnorm(module: _Model) -> _Model:
-    """Give every `SyncBatchNorm` and split layer the class that it was converted from.
+    """Convert `SyncBatchNorm` and split layers back to their original classes.
 
     Group and instance norms, too. For export or single-process use. Changes the layers in place and
     returns `module`. A layer that was built as a `SyncBatchNorm` becomes a `BatchNorm`, a
@@ -264,8 +267,8 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
     Warns
     -----
     UserWarning
-        One warning for all layers that stay as they are, with their paths: a layer that is
-        parametrized, whose class adds to a synchronized one, or that ends in a ReLU.
+        One warning that lists the layers that were not reverted: parametrized layers, subclasses of
+        multibn's layers that override methods, and layers with a fused ReLU.
 
     Examples
     --------
@@ -282,21 +285,23 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
         if not isinstance(part, SyncNormBase):
             continue
         if not isinstance(part, SyncBatchNorm | SyncGroupsBase):
-            obstacles[path] = f"{_name(part)}: its splits have statistics of their own"
+            obstacles[path] = f"{_name(part)}: its splits keep separate running statistics"
         elif why := _cannot_revert(part):
             obstacles[path] = f"{_name(part)}: {why}"
         else:
             class_swap.restore(part, part.converted_from or BatchNorm)
     if obstacles:
         warnings.warn(
-            list_obstacles(obstacles, "layer(s) stay as they are, they stay synchronized"),
+            list_obstacles(obstacles, "layer(s) could not be reverted and stay synchronized"),
             stacklevel=2,
         )
     return module
 
 
 _RENORMALIZES = "it renormalizes its batch, which would be lost"
-_PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
+_PARAMETRIZED = (
+    "it is parametrized. Remove the parametrizations first and register them again afterwards"
+)
 
 
 def _cannot_convert(layer: nn.Module) -> str | None:
@@ -308,7 +313,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         shares = has_statistics and not never_shares
         return "it is not of torch's batch norm class" if shares else None
     if "forward" in vars(layer):
-        return "its forward pass was set on the instance. Convert the model before"
+        return "its `forward` was replaced on the instance. Convert the model before patching it"
     if isinstance(layer, SyncBatchRenormBase):
         return _RENORMALIZES
     if isinstance(layer, SyncBatchNorm):
@@ -316,13 +321,14 @@ def _cannot_convert(layer: nn.Module) -> str | None:
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
     if taken := [name for name in class_swap.NAMES if hasattr(layer, name)]:
-        return (
-            f"it has an attribute {taken[0]!r}, a name of SyncBatchNorm's own. Rename the attribute"
-        )
+        return f"it has an attribute {taken[0]!r}, which SyncBatchNorm uses itself. Rename it"
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-        return "it has not seen an input. Run the model once before"
+        return "it is a lazy module that is not initialized. Run the model once first"
     if isinstance(layer, nn.SyncBatchNorm) and type(layer).forward is not nn.SyncBatchNorm.forward:
-        return "it adds to nn.SyncBatchNorm. Convert the model as it was before torch's conversion"
+        return (
+            "it is a subclass of nn.SyncBatchNorm with its own `forward`. Convert the original "
+            "model instead"
+        )
     return None
 
 
@@ -338,7 +344,7 @@ def _cannot_revert(layer: SyncNormBase) -> str | None:
     if lost := layer.norm_options.words(_NOT_LOST):
         return f"it has{lost[1:]}, which would be lost"
     if "forward" in vars(layer):
-        return "it has a forward pass of its own, which would be lost"
+        return "its `forward` was replaced on the instance, which would be lost"
     return None
 
 

@@ -49,7 +49,7 @@ def convert_sync_groupnorm(
     Warns
     -----
     UserWarning
-        For layers of derived classes, which stay as they are, and a model without a layer.
+        For layers of derived classes, which cannot be converted, and a model without a layer.
 
     Examples
     --------
@@ -71,7 +71,9 @@ def convert_sync_groupnorm(
     }
     message = ""
     if obstacles:
-        message = list_obstacles(obstacles, "layer(s) stay as they are, they normalize their parts")
+        message = list_obstacles(
+            obstacles, "layer(s) cannot be converted; each rank normalizes its part"
+        )
     elif not parts:
         message = (
             "`module` must have a group or instance norm of torch: got none in "

@@ -25,8 +25,8 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
       in the place of apex's layer, which no longer exists.
 
     PySlowFast's tools look for nn.BatchNorm1d, 2d and 3d, to initialize and to freeze layers. A
-    sub-batch norm consists of two of them, and each of the other layers is one. Call the result
-    with `num_features` by name, as PySlowFast does: the classes differ in their first positional
+    sub-batch norm contains two of them; the other layers are subclasses. Call the result with
+    `num_features` by name, as PySlowFast does: the classes differ in their first positional
     argument.
 
     Parameters

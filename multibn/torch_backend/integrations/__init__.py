@@ -1,1 +1,1 @@
-"""multibn in training frameworks. Only a user imports these files, and each its framework."""
+"""Integrations with training frameworks, which multibn itself never imports."""

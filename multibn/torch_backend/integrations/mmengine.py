@@ -40,19 +40,18 @@ class PreciseBNHook(Hook):
     """Replaces running statistics by those of training data under the current weights.
 
     Runs after every `interval` epochs or iterations of training, before EMAHook copies buffers and
-    CheckpointHook saves. The batches come from a loop of its own over `runner.train_dataloader`.
-    Where such a loop could disturb the training's, as with InfiniteSampler, they are the next ones
-    of IterBasedTrainLoop's endless stream. They pass through `model.data_preprocessor(batch,
+    CheckpointHook saves. The batches come from a loop of its own over `runner.train_dataloader`. If
+    such a loop could disturb the training's (InfiniteSampler), the batches are the next ones of
+    IterBasedTrainLoop's endless stream. They pass through `model.data_preprocessor(batch,
     training=False)`, without batch augmentations. The model runs as in training, with mode "loss"
     unless it has a `train_step` of its own, and in the optimizer wrapper's precision. Layers
-    without an input are named in a warning.
-    Collective: every rank runs it at the same time.
+    without an input are named in a warning. Collective: every rank runs it at the same time.
 
     Parameters
     ----------
     num_samples
-        As of `multibn.torch.update_bn_stats`, over all ranks; a batch counts as the
-        loader's `batch_size`. Data with fewer samples is taken whole.
+        As of `multibn.torch.update_bn_stats`, over all ranks; a batch counts as the loader's
+        `batch_size`. If there is less data, all of it is used.
     interval
         Epochs from one pass to the next, in IterBasedTrainLoop iterations.
     estimator
@@ -115,7 +114,8 @@ class PreciseBNHook(Hook):
         limit = {"num_samples": self.num_samples}
         if batch_size := _batch_size(loader):
             limit = {"num_iters": -(-self.num_samples // (batch_size * get_world_size()))}
-        runner.logger.info(f"Precise batch norm, with {limit}.")
+        number, unit = next(iter(limit.values())), "iterations" if batch_size else "samples"
+        runner.logger.info(f"Precise batch norm over {number} {unit}.")
         with precision, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`num_.*ended after")  # fewer samples are all taken
             update_bn_stats(

@@ -1,4 +1,4 @@
-"""The base of layers that share statistics: ranks, options, a name, buffers that a step moves."""
+"""SyncNormBase, the base class of the synchronized layers: ranks, options, name and buffers."""
 
 import weakref
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(NormOptions):
-    """The options of a layer of torch's; a subclass of the layer may name one with more fields."""
+    """Options of a torch layer; a subclass of the layer may have one with more fields."""
 
     momentum: float | None = 0.1
     affine: bool = True
@@ -135,7 +135,7 @@ class SyncNormBase(nn.Module):
         return ""
 
     def alone(self, x: Any) -> Communicator:
-        """This process alone, for a batch that no other rank shares: in the layer's name."""
+        """Return a single-process communicator that reports errors under this layer's name."""
         if compiled.is_compiling_or_fake(x) or dtensors.among((x, *self.parameters(recurse=False))):
             return LOCAL
         return self.layer_communicator.over(LOCAL)
@@ -185,9 +185,11 @@ def _name(layer: nn.Module | None) -> str:
 
 
 def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> bool:
-    """Whether a pass over `x` moves the buffers `running`: a pool and a recomputation leave them.
+    """Return whether a pass over `x` updates the buffers `running`.
 
-    Compiled code, which cannot tell whether it runs in a recomputation, gets True.
+    Not in step_statistics(), nor in a recomputation.
+
+    Always True in compiled code, which cannot detect a recomputation.
     """
     return isinstance(running, Running) and (
         compiled.is_compiling_or_fake(x) or not recompute.in_recomputing()

@@ -62,7 +62,7 @@ def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor 
 
 
 def buffer(x: Any, /) -> Any:
-    """This rank's numbers of a running statistic, or of their counter: all of them."""
+    """Return the local tensor of a replicated running statistic or counter."""
     return _parameter(x, x.device_mesh, ()) if among([x]) else x
 
 
@@ -75,10 +75,10 @@ def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
     for k, placement in enumerate(x.placements):
         if not isinstance(placement, Shard | Replicate) or placement.is_shard(1):
             raise TypeError(
-                "the placements of the input, a DTensor, must be Replicate or Shard of another "
-                f"dimension than the channels: got {placement!r} on dimension {k} of "
-                f"{x.device_mesh}. Call redistribute first, or to_local, and pass the ranks that "
-                "share these channels as `process_group`."
+                "a DTensor input must be Replicate or Shard on a dimension other than the "
+                f"channels: got {placement!r} on dimension {k} of {x.device_mesh}. "
+                "Call redistribute first, or to_local, and pass the ranks that share these "
+                "channels as `process_group`."
             )
     sharing = tuple(k for k, placement in enumerate(x.placements) if placement.is_shard())
     return x.device_mesh, sharing
@@ -89,8 +89,8 @@ def _localize(args: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
     placements = getattr(args.x, "placements", None)
     if len(args.axis) < args.x.ndim - 1 or args.mask is not None:
         raise TypeError(
-            "`mask`, `lengths` and a layer that normalizes parts of a batch apart do not go with a "
-            f"DTensor: got placements {placements}. Call to_local on the input, and pass a "
+            "`mask`, `lengths` and num_splits are not supported for DTensor inputs: "
+            f"got placements {placements}. Call to_local on the input, and pass a "
             "`process_group`."
         )
     others = getattr(args.residual, "placements", None)
@@ -104,7 +104,7 @@ def _localize(args: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
 
 
 def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:
-    """The numbers of a parameter or buffer of shape `(C,)`, which all ranks have.
+    """Return the local tensor of a replicated parameter or buffer of shape `(C,)`.
 
     A plain parameter's gradient is local. A DTensor's is `Partial` where ranks hold different
     elements, as after DTensor's own operations.
@@ -150,8 +150,8 @@ def _along(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, str]:
         found = as_communicator() if len(ranks) == num_ranks else restore(tuple(ranks))
     warning = (
         f"statistics are shared over ranks {sorted(ranks)}, by the placements of the input on "
-        f"{mesh}, and with no rank outside of the mesh. To share them with ranks that hold "
-        "further samples, pass a `process_group` with these; if there are none, pass "
+        f"{mesh}, but not with ranks outside the mesh. If those hold further samples, pass a "
+        "`process_group` that includes them; otherwise silence this with "
         f"process_group={found!r}."
     )
     return found, warning if num_ranks > mesh.size() else ""

@@ -43,8 +43,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     The variance in the formula is biased. In evaluation, the running mean and variance take the
     places of mean(x) and var(x), and the layer does not communicate.
 
-    N ranks give the numbers that one process gives on the concatenated batch, on any device and
-    backend, for any split of the batch, empty ranks included. The layer takes the place of
+    N ranks compute the same result as one process on the concatenated batch, on any device and
+    backend, for any split of the batch, empty ranks included. The layer replaces
     torch.nn.SyncBatchNorm and of nn.BatchNorm1d, 2d and 3d, and its state dicts are theirs. Its
     base class is not nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
 
@@ -53,7 +53,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     fingerprint by which the ranks see that they are in the same layer. A layer's first call has one
     more allreduce, of a fixed size.
 
-    A DTensor as input says by its placements which ranks share, see docs/guides/dtensors.md.
+    For a DTensor input, the placements determine which ranks share; see docs/guides/dtensors.md.
 
     Parameters
     ----------
@@ -65,20 +65,22 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         Anything that `multibn.as_communicator` takes. None stands for the default process group if
         one is initialised when the layer is first used, else for this process alone.
     weighting
-        The weight of a rank: `"element"`, its elements per channel (the concatenated batch),
-        `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty.
+        How ranks are weighted: `"element"`, by elements per channel, exact for any split (the
+        statistics of the concatenated batch); `"sample"`, by batch size, which reproduces mode "N"
+        of detectron2; `"rank"`, equally, ignoring empty ranks, which reproduces ChainerMN, SlowFast
+        and detectron2 and is biased if ranks have unequal batches.
     running_var
-        The variance in the buffer of this name: `"unbiased_global"` (torch), `"unbiased_local"`
+        Which variance is stored in `running_var`: `"unbiased_global"` (torch), `"unbiased_local"`
         (ChainerMN) or `"biased"` (detectron2), see `multibn.engine.running_variance`.
     nonfinite
-        What follows where a rank's input has NaN, infinity or too large values: `"raise"`
+        What to do if a rank's input contains NaN, infinity or values that overflow: `"raise"`
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks, so
-        that a GradScaler skips the step, nothing moves, and a RuntimeWarning names the layer and
-        these ranks. None: `"skip"` for float16, `"raise"` for other dtypes.
+        that a GradScaler skips the step; running statistics are not updated, and a RuntimeWarning
+        names the layer and these ranks. None: `"skip"` for float16, `"raise"` for other dtypes.
     fuse_relu
-        Whether the layer ends in a ReLU; `layer(input, residual)` adds a tensor like the input
-        before the ReLU. On a GPU neither costs a pass of its own, and the values before the ReLU
-        take no memory.
+        Apply a fused ReLU; `layer(input, residual)` adds `residual`, a tensor like the input,
+        before it. On a GPU both are fused into the same kernel and the pre-activation is not
+        stored.
 
     Raises
     ------
@@ -96,13 +98,12 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     padded at the end, `layer(input, lengths=lengths)` takes integers of shape `(N,)` and an input
     `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count.
 
-    Elements that do not count have no part in statistics and gradients, whatever they hold, NaN and
-    infinity included. The output is 0 there, in evaluation, too, and so is the gradient. Counts,
-    unbiased variances and the weights of ranks are those of the elements that count, or of the
-    samples that have one. A rank may have none, but ValueError is raised on all ranks if a mask
-    leaves none of a batch that is not empty. On a GPU, whose counts are not read, the errors for no
-    element, for a single one and for `lengths` that do not fit are not raised; longer ones then
-    stand for all of L.
+    Masked-out elements do not affect statistics or gradients, even if they are NaN or infinite. The
+    output is 0 there, also in evaluation, and so is the gradient. Counts, unbiased variances and
+    the weights of ranks are those of the elements that count, or of the samples that have one. A
+    rank's mask may be all False, but if all ranks' masks are, ValueError is raised on all ranks. On
+    a GPU these checks are skipped, to avoid a device synchronization, and lengths beyond L are
+    clamped to L.
 
     Examples
     --------
@@ -240,7 +241,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     def _as_input(
         self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> NormArgs:
-        """A pass's input, with the engine's `mask`. In training the pass moves the buffers."""
+        """Build NormArgs for this call; in training, include the running statistics to update."""
         running = running_stats_of(self, self.running_var_convention) if self.training else None
         parameters = self._parameters  # as in `running_stats_of`
         if "weight" in parameters and "bias" in parameters:
@@ -252,11 +253,10 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
-    """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
+    """A `SyncBatchNorm` for inputs `(N, C)` or `(N, C, L)`; also an nn.BatchNorm1d.
 
-    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. As that class, the layer refuses inputs
-    of other dimensions than `(N, C)` and `(N, C, L)`, on all ranks. The parameters are those of
-    `SyncBatchNorm`.
+    The result of converting an nn.BatchNorm1d. Inputs of other dimensions raise ValueError on all
+    ranks. The parameters are those of `SyncBatchNorm`.
 
     Examples
     --------
@@ -271,7 +271,7 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """The layer of nn.BatchNorm2d. Parameters are those of `SyncBatchNorm1d`.
+    """A `SyncBatchNorm` for inputs `(N, C, H, W)`. Parameters are those of `SyncBatchNorm1d`.
 
     Examples
     --------
@@ -287,7 +287,7 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """The layer of nn.BatchNorm3d. Parameters are those of `SyncBatchNorm1d`.
+    """A `SyncBatchNorm` for inputs `(N, C, D, H, W)`. Parameters are those of `SyncBatchNorm1d`.
 
     Examples
     --------

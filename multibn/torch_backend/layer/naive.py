@@ -56,10 +56,10 @@ class _NaiveSyncBatchNorm(modules.SyncBatchNorm):
 class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, modules.SyncBatchNorm1d):
     """Batch normalization of `(N, C)` or `(N, C, L)` over groups of ranks inside a machine.
 
-    A `SyncBatchNorm` with the constructor of PySlowFast's layer and, as that layer, an
-    nn.BatchNorm1d, so that tools which look for this class find it. `revert_sync_batchnorm` turns
-    it into a plain nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first
-    training step forms the groups and is collective over all ranks of `process_group`.
+    A `SyncBatchNorm` with PySlowFast's constructor signature and, as that layer, an nn.BatchNorm1d,
+    so that tools which look for this class find it. `revert_sync_batchnorm` turns it into a plain
+    nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first training step forms
+    the groups and is collective over all ranks of `process_group`.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, modules.SyncBatchNorm1d):
     ----------
     global_sync, num_sync_devices, num_groups
         As PySlowFast's: whether the layer shares with all machines, the number of ranks in a group,
-        and of groups on the machine. The numbers need the groups, which the first use forms.
+        and of groups on the machine. Reading them forms the groups on first use.
 
     Raises
     ------

@@ -21,16 +21,15 @@ from multibn.torch_backend.layer.base import LayerOptions, SyncNormBase, check_m
 def step_statistics(model: nn.Module) -> Iterator[None]:
     """Update the running statistics of `model` once for all forward passes in this context.
 
-    For steps of several forward passes: accumulated gradients, the micro-batches of a pipeline, a
-    loss of several outputs of the model. At the end of the context the running statistics move by
-    those of all batches together, and `num_batches_tracked` by one, as after a single forward pass
-    with the concatenated batch. Each forward pass still normalizes by its own batch: the first
-    micro-batch has left the model before the last one comes. Not collective.
+    For optimizer steps with several forward passes: gradient accumulation, the micro-batches of a
+    pipeline, a loss of several outputs of the model. At exit the running statistics are updated
+    once, with the statistics of all batches combined, and `num_batches_tracked` is incremented by
+    one. Each forward pass still uses its own batch statistics. Not collective.
 
     Parameters
     ----------
     model
-        The model, in any wrapper. Its layers of this package take part; other batch norms update
+        The model, wrapped or not. Only multibn's layers are affected; other batch norms update
         their running statistics in each forward pass.
 
     Raises
@@ -40,14 +39,14 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
 
     Notes
     -----
-    A batch counts by its elements over all ranks. So the result is that of the concatenated batch
-    for `weighting="element"`; for the other weightings, if all ranks divide theirs alike.
+    Batches are weighted by their global number of elements. The result is that of the concatenated
+    batch for `weighting="element"`; for the other weightings, if all ranks divide theirs alike.
 
     Recomputed passes and layers in evaluation add nothing; evaluation uses the running statistics
     from before the step. These stay after an exception, without a batch in training, and where a
-    batch is skipped, see `nonfinite` of `SyncBatchNorm`: a scaler skips that step, too. Inside of
-    another step the context does nothing, and a copy of a layer has no part in the step. A compiled
-    model is compiled once more for steps.
+    batch is skipped, see `nonfinite` of `SyncBatchNorm`: a scaler skips that step, too. Nested
+    contexts do nothing; copies of a layer made inside are not included. A compiled model is
+    compiled once more for steps.
 
     torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, arXiv:2004.09910) does so in one process.
 
@@ -78,7 +77,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             is_batch_norm = isinstance(layer.norm_options, LayerOptions)
             running = running_stats_of(bn, convention) if is_batch_norm else None
             if isinstance(running, Running):  # neither None nor the pool of another step
-                # Not for the pool to ask, as compiled code cannot: which devices have float64.
+                # Decide here, because compiled code cannot: MPS has no float64.
                 wide = None if running.mean.device.type == "mps" else torch.float64
                 bn.pool = StepAccumulator(torch.zeros_like(running.mean, dtype=wide))
                 entered.append((layer, bn, bn.pool, convention))
@@ -89,7 +88,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             if getattr(bn, "pool", None) is pool:  # a layer that was reverted has none
                 bn.pool = None
     for layer, bn, pool, convention in entered:
-        # The buffers of this moment: `layer.double()` has put others in the place of the old ones.
+        # Look up the buffers again: `layer.double()` may have replaced them.
         running = running_stats_of(bn, convention)
         if not isinstance(running, Running):
             continue

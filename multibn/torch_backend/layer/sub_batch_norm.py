@@ -29,7 +29,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class Part(_BatchNorm):
-    """`bn` or `split_bn`. Its layer calls it, for the part's hooks, and does the arithmetic."""
+    """`bn` or `split_bn`; the parent layer calls it so that its hooks run, and computes."""
 
     def forward(self, input: Tensor, normalize: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         return super().forward(input) if normalize is None else normalize(input)
@@ -117,7 +117,7 @@ class _SubBatchNorm(SyncNormBase):
                 where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
                 raise ValueError(
                     f"`num_splits` must divide the batch size: got {num_splits} splits for a batch "
-                    f"of {input.shape[0]}{where}. Drop the last batch, pass other "
+                    f"of {input.shape[0]}{where}. Use drop_last=True, another "
                     "`num_splits`, or convert a plain model by `convert_sub_batchnorm`, which "
                     "takes a batch of any size."
                 )
@@ -154,7 +154,7 @@ class _SubBatchNorm(SyncNormBase):
         if self.training:  # autograd adds up the splits' gradients
             weight = None if weight is None else weight.repeat(self.num_splits, 1)
             bias = None if bias is None else bias.repeat(self.num_splits, 1)
-        # Without running statistics, a program that is written down has torch's own batch norm.
+        # Without running statistics, exported programs use torch's own batch norm.
         is_kept = part.running_mean is not None or (
             not self.training and compiled.is_exporting_or_tracing()
         )
@@ -197,7 +197,7 @@ class _SubBatchNorm(SyncNormBase):
         """
         whole, split = self.bn, self.split_bn
         if count is not None and not compiled.is_compiling_or_fake(count) and is_on_host(count):
-            if not values(count).amax():  # the same in all of a batch of vmap
+            if not values(count).amax():  # equal across the vmap dimension
                 return
             count = None
         if split.running_mean is None:
@@ -290,7 +290,7 @@ class SubBatchNorm3d(_SubBatchNorm):
         common statistics: it is split k of the global batch.
     running_var
         The variance in the buffers, see `multibn.engine.running_variance`; the unbiased variances
-        are so by the number of elements per channel in one split.
+        are so by n, the elements per channel within one split.
 
     Attributes
     ----------

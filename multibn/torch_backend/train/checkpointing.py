@@ -21,7 +21,8 @@ from multibn.torch_backend.layer.sub_batch_norm import Part
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of the first pass and of its recomputation, for torch.utils.checkpoint.
+    """Pass as `context_fn`: a recomputation reuses the batch statistics, for
+    torch.utils.checkpoint.
 
     `checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)` gives the numbers
     of `function(x)` bit for bit. All batch norms inside update their running statistics once.

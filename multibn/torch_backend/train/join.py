@@ -20,14 +20,14 @@ from multibn.torch_backend.train.synchrony import participants
 
 
 class Joined:
-    """Loops over uneven data, in step, and the losses for them; `join` returns one.
+    """Training loops over uneven data in lockstep, with scaled losses; `join` returns it.
 
     Attributes
     ----------
     communicator
         The ranks that proceed together.
     absent
-        Whether this rank has a stand-in in the step fetched last, because it has no batch left.
+        True if the last batch was an empty placeholder because this rank has no batch left.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Joined:
             self.leave()
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """This rank's batches, then stand-ins for as long as another rank has any.
+        """Yield this rank's batches, then empty placeholder batches until every rank is done.
 
         Each step is collective: one allreduce of W+1 numbers for W ranks. Another loop may follow
         after the end of this one; loops at the same time need a `join` each.
@@ -59,9 +59,9 @@ class Joined:
         Raises
         ------
         TypeError
-            If no stand-in can be made of a batch.
+            If no empty batch can be built from a batch.
         ValueError
-            On all ranks, if a rank has no batch at all, of which a stand-in could be made.
+            On all ranks, if a rank has no batch at all from which an empty one could be made.
         RuntimeError
             On the other ranks, if one rank's iterator raised; on all ranks, if some left the loop
             while others had batches, or if the loop goes on after another one has begun.
@@ -78,7 +78,7 @@ class Joined:
             batches,
             self.communicator,
             source="the iterator of the batches",
-            place="a step of join",
+            place="join()",
             amount=note,
             everywhere=True,
         )
@@ -88,16 +88,15 @@ class Joined:
                 yield _copied(stand_in[0]) if self.absent else step.batch
                 if self._steps is not steps:
                     raise RuntimeError(
-                        "a loop of `join` must end before another one begins, and before its "
-                        "`with` does: got a step of a loop that was left. Make a `join` for each "
-                        "of several loops at a time."
+                        "this join() loop was resumed after another one had started or its `with` "
+                        "block had ended. Use a separate join() for each concurrent loop."
                     )
         finally:  # also of a loop that was left by `break`
             if self._steps is steps:
                 self.absent = False
 
     def leave(self) -> None:
-        """End a loop that was left by `break`: no error if all ranks left in the same step."""
+        """Finish a loop exited with `break`; fine if all ranks break in the same step."""
         self.absent = False
         if self._steps is not None:
             self._steps.leave()
@@ -126,12 +125,13 @@ class Joined:
 
         Notes
         -----
-        A stand-in that a function `empty` has made, not of size 0, counts for nothing only until
-        the next step is fetched: do not fetch ahead there.
+        A placeholder from `empty` that is not actually empty is excluded only until the next batch
+        is fetched, so do not prefetch.
         """
         if not isinstance(losses, Tensor):
             raise TypeError(
-                f"`losses` must be a tensor: got {type(losses).__qualname__}. Stack its numbers."
+                f"`losses` must be a tensor: got {type(losses).__qualname__}. Use torch.stack "
+                "to combine the losses."
             )
         if losses.ndim == 0:
             raise ValueError(
@@ -160,7 +160,7 @@ def join(
     weight in statistics and losses; its forward and backward passes, DistributedDataParallel's
     included, communicate as before. DistributedDataParallel's own join does not support
     synchronized layers. Without DistributedDataParallel, call `average_gradients` before the
-    optimizer's step. A loop that no rank leaves before its end needs no `with`.
+    optimizer's step. The `with` is only needed if a rank may leave the loop early.
 
     Parameters
     ----------
@@ -170,8 +170,8 @@ def join(
         The ranks that take part, as in `check_sync`.
     empty
         Returns an empty batch like its argument, a batch. Default: the first dimension of every
-        tensor in the batch, in tuples, lists and dictionaries too, becomes 0; numbers and texts
-        stay, and other objects are a TypeError.
+        tensor in the batch, in tuples, lists and dictionaries too, becomes 0; numbers and texts are
+        kept; other objects raise TypeError.
 
     Raises
     ------
@@ -216,17 +216,17 @@ def _empty(batch: Any) -> Any:
             return part.requires_grad_(leaf.requires_grad)
         if isinstance(leaf, (str, bytes, Number, type(None))):
             return leaf
-        raise _not_emptied("no other object that may hold samples", leaf)
+        raise _not_emptied("only tensors, numbers and strings", leaf)
 
     if not any(t.ndim for t in tensors_in(batch)):
-        raise _not_emptied("a tensor in it, with the samples on its first axis", batch)
+        raise _not_emptied("a tensor whose first dimension is the batch", batch)
     return _map_leaves(empty, batch)
 
 
 def _not_emptied(wanted: str, got: Any) -> TypeError:
     return TypeError(
-        f"a batch must have {wanted}: got {type(got).__qualname__}. Pass `empty`, a function that "
-        "returns an empty batch like its argument."
+        f"a batch must contain {wanted}: got {type(got).__qualname__}. Pass `empty`, a function "
+        "that returns an empty batch like its argument."
     )
 
 
@@ -270,5 +270,7 @@ def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
         try:
             return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
         except TypeError as error:  # of a constructor of its own
-            raise _not_emptied("lists and tuples that can be made anew", batch) from error
+            raise _not_emptied(
+                "list and tuple types that can be constructed from an iterable", batch
+            ) from error
     return function(batch)

@@ -155,7 +155,9 @@ def test_other_options_for_layers_that_share_already_are_named(
             convert_sync_batchnorm(model, **options)
         said = "".join(str(w.message) for w in seen)
         is_named = bool(named) and not ("process_group" in options and model is both)
-        pattern = rf"1 layer.* share already: 0 \({named}. Call revert_sync_batchnorm before\)\."
+        pattern = (
+            rf"1 layer.* already synchronized .*: 0 \({named}. Call revert_sync_batchnorm first\)\."
+        )
         assert re.fullmatch(pattern if is_named else "", said)
         assert first[0].norm_options == LayerOptions()
     for name in {"weighting", "running_var", "nonfinite"} & options.keys():
@@ -190,12 +192,21 @@ def unconvertible() -> dict[str, tuple[nn.Module, str]]:
     private: Any = nn.BatchNorm2d(3)
     private._num_splits = 2
     return {
-        "private": (private, "BatchNorm2d: it has an attribute '_num_splits', a name of Sync"),
-        "named": (named, "BatchNorm2d: it has an attribute 'pool', a name of SyncBatchNorm's own."),
+        "private": (private, "BatchNorm2d: it has an attribute '_num_splits', which Sync"),
+        "named": (
+            named,
+            "BatchNorm2d: it has an attribute 'pool', which SyncBatchNorm uses itself.",
+        ),
         "parametrized": (parametrized, "ParametrizedBatchNorm2d: it is parametrized. Remove"),
-        "lazy": (nn.LazyBatchNorm2d(), "LazyBatchNorm2d: it has not seen an input. Run the model"),
-        "act": (SyncActivated(3), "SyncActivated: it adds to nn.SyncBatchNorm. Convert the model"),
-        "patched": (patched, "SyncBatchNorm: its forward pass was set on the instance. Convert"),
+        "lazy": (
+            nn.LazyBatchNorm2d(),
+            "LazyBatchNorm2d: it is a lazy module that is not initialized. Run the model",
+        ),
+        "act": (
+            SyncActivated(3),
+            "SyncActivated: it is a subclass of nn.SyncBatchNorm with its own",
+        ),
+        "patched": (patched, "SyncBatchNorm: its `forward` was replaced on the instance. Convert"),
         "foreign": (Foreign(3), "Foreign: it is not of torch's batch norm class"),
         "evo": (EvoNorm(), "EvoNorm: it is not of torch's batch norm class"),
     }
@@ -207,11 +218,11 @@ def test_what_cannot_be_converted_is_one_message() -> None:
     model["more"] = nn.Sequential(nn.BatchNorm2d(3), *(EvoNorm() for _ in range(43)))
     classes = [type(part) for part in model.modules()]
     with pytest.raises(
-        TypeError, match=r"^51 layer\(s\) stay as they are, their statistics are not"
+        TypeError, match=r"^51 layer\(s\) cannot be converted; their statistics will not"
     ):
         convert_sync_batchnorm(model, strict=True)
     assert [type(part) for part in model.modules()] == classes
-    with pytest.warns(UserWarning, match=r"^51 layer\(s\) stay as they are") as caught:
+    with pytest.warns(UserWarning, match=r"^51 layer\(s\) cannot be converted") as caught:
         convert_sync_batchnorm(model)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -243,7 +254,7 @@ def test_what_is_no_model_or_has_no_batch_norm_is_named() -> None:
                 function(wrong)  # type: ignore[type-var]
     keras = type("Functional", (nn.Module,), {"__module__": "keras.src.models.functional"})
     for model in (nn.Sequential(nn.GroupNorm(1, 3)), keras()):
-        message = rf"a batch norm of torch: got none in \S+\.{type(model).__name__}, so"
+        message = rf"no batch norm layer of torch: got \S+\.{type(model).__name__}\. Nothing"
         with pytest.raises(TypeError, match=message):
             convert_sync_batchnorm(model, strict=True)
         with pytest.warns(UserWarning, match=message):
@@ -305,12 +316,12 @@ def test_what_cannot_be_reverted_is_one_message() -> None:
         OwnSync(3): f"0 ({__name__}.OwnSync: its class overrides forward, which",
         parametrized: "1 (torch.nn.utils.parametrize.ParametrizedSyncBatchNorm: it is parametrized",
         SyncBatchNorm(3, fuse_relu=True): "it has fuse_relu=True, which would be lost",
-        patched: "it has a forward pass of its own, which would be lost",
-        SubBatchNorm2d(2, 3): "SubBatchNorm2d: its splits have statistics of their own",
+        patched: "its `forward` was replaced on the instance, which would be lost",
+        SubBatchNorm2d(2, 3): "SubBatchNorm2d: its splits keep separate running statistics",
     }
     model: Any = nn.Sequential(*layers, SyncBatchNorm(3))
     with pytest.warns(
-        UserWarning, match=r"^5 layer\(s\) stay as they are, they stay syn"
+        UserWarning, match=r"^5 layer\(s\) could not be reverted and stay syn"
     ) as caught:
         revert_sync_batchnorm(model)
     assert len(caught) == 1

@@ -156,9 +156,9 @@ def test_wrong_splits_groups_and_inputs_are_refused() -> None:
     for wrong, kind in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(kind, match=f"`num_splits` must be .*got {wrong!r}"):
             convert_sub_batchnorm(nn.BatchNorm1d(3), wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="must have a batch norm"):
+    with pytest.raises(TypeError, match="no batch norm layer of torch"):
         convert_sub_batchnorm(nn.Linear(1, 1), 2, strict=True)
-    with pytest.warns(UserWarning, match="must have a batch norm") as caught:
+    with pytest.warns(UserWarning, match="no batch norm layer of torch") as caught:
         convert_sub_batchnorm(nn.Linear(1, 1), 2)
     assert caught[0].filename == __file__
     layer: Any = convert_sub_batchnorm(nn.BatchNorm2d(3), 2)

@@ -361,10 +361,10 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
         ),
         (nn.BatchNorm1d(3), Several(x, 1), r"`model\(batch\)` failed for a batch of type Several"),
     ):
-        with pytest.raises(TypeError, match=call + ".*pass it: `forward_fn=lambda"):
+        with pytest.raises(TypeError, match=call + ".*example `forward_fn=lambda"):
             precise(model, [batch])
     with pytest.raises(
-        TypeError, match=r"missing the required \"forward\" .*pass it: `forward_fn="
+        TypeError, match=r"missing the required \"forward\" .*example `forward_fn="
     ):
         precise(nn.ModuleList([nn.BatchNorm1d(3)]), [x])  # as a LightningModule without forward
     with pytest.raises(OneValueError, match=r"Use a larger batch, .* with running statistics\.$"):
@@ -391,7 +391,7 @@ def test_padding_that_a_model_could_leave_out_warns() -> None:
             return super().forward(x, lengths=x_lens)
 
     batch = [torch.randn(2, 3, 5), torch.tensor([5, 2])]
-    with pytest.warns(UserWarning, match="takes x_lens, but of each batch .* `forward_fn=lambda m"):
+    with pytest.warns(UserWarning, match="takes x_lens, but only the first .* `forward_fn=lambda m"):
         precise(Padded(3), [batch])
     precise(Padded(3), batch[:1])
     precise(Padded(3), [batch], forward_fn=lambda model, batch: model(*batch))

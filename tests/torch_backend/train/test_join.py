@@ -109,7 +109,7 @@ def test_an_empty_batch_has_the_structure_of_a_batch() -> None:
     "other", [np.ones(2), SimpleNamespace(x=torch.ones(2)), pack_sequence([torch.ones(2)])]
 )
 def test_an_object_that_may_hold_samples_is_refused(other: Any) -> None:
-    message = rf"no other object that may hold samples: got {type(other).__name__}\. Pass `empty`"
+    message = rf"only tensors, numbers and strings: got {type(other).__name__}\. Pass `empty`"
     with join(nn.Flatten(), SingleProcess()) as joined, pytest.raises(TypeError, match=message):
         next(iter(joined([(torch.ones(2), other)])))
 
@@ -188,7 +188,8 @@ def test_a_stand_in_may_be_changed() -> None:
     pair = _Pair(torch.ones(2), torch.ones(3))
     assert len(tensors_in(pair)) == 2
     with pytest.raises(
-        TypeError, match=r"lists and tuples that can be made anew: got _Pair\. Pass `"
+        TypeError,
+        match=r"list and tuple types that can be constructed from an iterable: got _Pair\. Pass `",
     ):
         next(join(nn.Flatten())([pair]))
     assert next(join(nn.Flatten(), empty=lambda batch: batch)([pair])) is pair
@@ -230,7 +231,7 @@ def _left_inside(joined: Joined, data: Any) -> None:
 def test_loops_at_a_time_need_a_join_each(go: Any) -> None:
     def work(world: ThreadCommunicator) -> None:
         data = [torch.ones(2)] * 3
-        with pytest.raises(RuntimeError, match="of `join` must end before another one begins, and"):
+        with pytest.raises(RuntimeError, match=r"this join.. loop was resumed after another one"):
             go(join(nn.Flatten(), world), data)
         loops = [join(nn.Flatten(), world)(data) for _ in range(2)]
         assert sum(1 for _ in zip(*loops, strict=True)) == 3
@@ -250,7 +251,7 @@ def _in_mean(model: nn.Module, world: Communicator) -> None:
 
 
 PLACES: dict[str, Callable[[nn.Module, Communicator], object]] = {
-    "a step of join": _in_join,
+    "join()": _in_join,
     "the mean of join's losses": _in_mean,
     "sync_running_stats": lambda model, world: sync_running_stats(model, process_group=world),
     "a step of precise batch norm": lambda model, world: update_bn_stats(
