@@ -147,8 +147,9 @@ class SyncNormBase(nn.Module):
         return said + self.norm_options.words(said)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        options = type(self).Options  # a layer that is reverted has none afterwards
         super().__setattr__(name, value)
-        if name in self.Options.attribute_names() and "layer_communicator" in vars(self):
+        if name in options.attribute_names() and "layer_communicator" in vars(self):
             self.layer_communicator.look_at_options()
 
     def __getstate__(self) -> dict[str, Any]:
