@@ -363,9 +363,7 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
     ):
         with pytest.raises(TypeError, match=call + ".*example `forward_fn=lambda"):
             precise(model, [batch])
-    with pytest.raises(
-        TypeError, match=r"missing the required \"forward\" .*example `forward_fn="
-    ):
+    with pytest.raises(TypeError, match=r"missing the required \"forward\" .*example `forward_fn="):
         precise(nn.ModuleList([nn.BatchNorm1d(3)]), [x])  # as a LightningModule without forward
     with pytest.raises(OneValueError, match=r"Use a larger batch, .* with running statistics\.$"):
         precise(SyncBatchNorm(3), [(x[:1], 0)])  # the last batch of a loader
@@ -391,7 +389,7 @@ def test_padding_that_a_model_could_leave_out_warns() -> None:
             return super().forward(x, lengths=x_lens)
 
     batch = [torch.randn(2, 3, 5), torch.tensor([5, 2])]
-    with pytest.warns(UserWarning, match="takes x_lens, but only the first .* `forward_fn=lambda m"):
+    with pytest.warns(UserWarning, match="takes x_lens, but only the .* `forward_fn=lambda"):
         precise(Padded(3), [batch])
     precise(Padded(3), batch[:1])
     precise(Padded(3), [batch], forward_fn=lambda model, batch: model(*batch))
