@@ -1,6 +1,5 @@
 """The result of a fault on each rank, and whether the result is as it should be."""
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,12 +8,6 @@ from faults.scenarios import Scenario
 from faults.setups import Setup
 
 ANNOUNCEMENT = "multibn: "  # the beginning of the lines that multibn prints for people
-
-# The C++ code of torch prints such lines when the launcher, whose store it asks, has gone.
-_STORE_HAS_GONE = re.compile(
-    r"\[rank\d+\]:\[W.*\bTCPStore\.cpp|Exception raised from|frame #\d+: |"
-    r"<omitting python frames>|$"
-)
 
 
 @dataclass
@@ -32,30 +25,21 @@ class Rank:
     @property
     def is_announced(self) -> bool:
         """Whether multibn has printed the message of the error for people."""
-        return self._announcement in self.printed
+        return bool(self._announcement)
 
     @property
     def _announcement(self) -> str:
-        return ANNOUNCEMENT + self.says.partition(": ")[2].partition("\n")[0]
+        """The line with the message, whose causes the error alone lists; "" if there is none."""
+        message = ANNOUNCEMENT + self.says.partition(": ")[2].partition("\n")[0]
+        said = (line for line in self.printed if line.startswith(ANNOUNCEMENT))
+        return next((line for line in said if message.startswith(line)), "")
 
-    def misplaced(self, *, is_cut_off: bool) -> str:
-        """The error in the place of the announcement; "" if the place is right.
-
-        The announcement is the first line after the fault, and the last one, unless a launcher has
-        ended the process (`is_cut_off`) before the interpreter had printed all.
-        """
-        if not self.is_announced:
+    @property
+    def misplaced(self) -> str:
+        """The first line after the fault, if that is not the announcement."""
+        if not self.is_announced or self.printed[0] == self._announcement:
             return ""
-        # Without its launcher, the process itself prints Open MPI's words, between lines of dashes.
-        printed = list(itertools.takewhile(lambda line: not line.startswith("-----"), self.printed))
-        printed = [line for line in printed if not _STORE_HAS_GONE.match(line)]
-        if printed[0] != self._announcement:
-            return f"prints first: {printed[0]}"
-        lines = self.says.splitlines()
-        printed_error = any(line.endswith(lines[0]) for line in printed)
-        if printed_error and not is_cut_off and printed[-len(lines)] != self._announcement:
-            return f"prints last: {printed[-1]}"
-        return ""
+        return f"prints first: {self.printed[0]}"
 
 
 @dataclass
@@ -124,10 +108,8 @@ class Outcome:
             expected = re.search(self._says, became.says) or became.says.startswith("SystemExit")
             if became.how == "error" and not (expected or became.is_announced):
                 return f"rank {rank} sees a raw error: {became.says[:200]}"
-            # As the summary of torchrun says, which ends processes 0.1 s after one has failed.
-            is_cut_off = bool(re.search(rf"rank +: {rank} \(local_rank.*\n.*: -15 ", self.output))
-            if self._ends and (misplaced := became.misplaced(is_cut_off=is_cut_off)):
-                return f"rank {rank} {misplaced}"
+            if self._ends and became.misplaced:
+                return f"rank {rank} {became.misplaced}"
         fine = [r for r in self._bystanders if self.ranks[r].how == "ok"]
         if fine:
             return f"rank(s) {fine} saw no error"

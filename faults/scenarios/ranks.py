@@ -60,7 +60,7 @@ late_and_told = of_rank_1(
 _FIRST = r"waited \d+ s in the first message of "
 # Before the first message over MPI, a rank that waits cannot tell the others so: they are named,
 # too.
-_MISSING = r".* for rank\(s\) \[(0, )?1(, 2)?\]: no rank of the group has come so far"
+_MISSING = r".* for rank\(s\) \[(0, )?1(, 2)?\]: no rank of the group has connected yet"
 _NOT_FIRST = _FIRST + r"layer1\.0\.bn1 \(forward" + _MISSING
 
 

@@ -26,7 +26,6 @@ from multibn.communicators.diagnostics import (
     ALIKE,
     group_ranks_by,
     log_and_raise,
-    log_last_error,
     raise_for_refusal,
     uncaught,
 )
@@ -300,7 +299,6 @@ after_fork(_after_fork)
 
 def _leave() -> None:
     """Leave all groups at exit: no rank may be left to wait for this process."""
-    log_last_error()
     every = list(_channels)
     error = uncaught()
     failed = error is not None or any(channel.watchdog.failure for channel in every)

@@ -2,7 +2,9 @@
 
 import json
 import sys
+from functools import partial
 from numbers import Integral
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -185,6 +187,15 @@ def is_outsiders_marker(obj: Any, /) -> bool:
 def identity(communicator: Communicator, /) -> object:
     """Equal for communicators of the same processes, as far as one can tell."""
     return communicator.identity if isinstance(communicator, Handle) else id(communicator)
+
+
+def at(communicator: Any, place: str) -> Any:
+    """Return the communicator for the sums of one function, which errors name as the `place`."""
+    group = resolved(communicator)
+    if not hasattr(group, "allreduce_at"):
+        return communicator
+    allreduce = partial(group.allreduce_at, place=place)
+    return SimpleNamespace(rank=group.rank, size=group.size, allreduce=allreduce)
 
 
 def gather(value: Any, communicator: Communicator) -> list[Any]:

@@ -121,32 +121,20 @@ def warn_if_launched(why: str, fix: str) -> None:
         )
 
 
-_announced: dict[str, str] = {}  # the lines of messages
-
-
 def log_and_raise(kind: type[Exception], message: str) -> NoReturn:
-    """Raise an error that tells a person about the ranks, with its message as a line on stderr.
+    """Raise an error about the ranks, and print its message as a line on stderr.
 
-    The traceback may be long, and stand among those of other ranks. So the message is also the
-    first line that a rank prints, and, where the error ends the program, the last one.
+    The traceback may be long, and stand among those of other ranks.
     """
     log_to_stderr(message)
     raise kind(message)
 
 
-def log_to_stderr(message: str, where: str = "") -> None:
-    """Print a line that begins with "multibn: " and says where the message comes from."""
-    _announced[message] = where + message
-    _print(where + message)
-
-
-def log_last_error() -> None:
-    """Print an announced message again, if its error ends the program."""
-    error = uncaught()
-    while error is not None and str(error) not in _announced:
-        error = error.__cause__ or error.__context__
-    if error is not None:
-        _print(_announced[str(error)])
+def log_to_stderr(message: str) -> None:
+    """Print a line that begins with "multibn: "."""
+    with contextlib.suppress(OSError, ValueError):  # the reader may have ended
+        sys.stderr.flush()
+        os.write(2, f"multibn: {message}\n".encode())
 
 
 def uncaught() -> BaseException | None:
@@ -158,9 +146,3 @@ def uncaught() -> BaseException | None:
         return None
     error: BaseException | None = getattr(sys, "last_value", None)
     return error
-
-
-def _print(message: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the reader may have ended
-        sys.stderr.flush()
-        os.write(2, f"multibn: {message}\n".encode())

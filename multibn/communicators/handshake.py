@@ -18,7 +18,7 @@ from multibn.communicators.channel import (
     channel_of,
     raise_for_kinds,
 )
-from multibn.communicators.communicator import check_members, checked_sum, gather, resolved
+from multibn.communicators.communicator import at, check_members, checked_sum, gather, resolved
 from multibn.communicators.diagnostics import (
     display_name,
     group_ranks_by,
@@ -138,10 +138,7 @@ def confirm_place(communicator: Any, place: str) -> None:
 def allreduce_at(communicator: Any, x: Array, place: str) -> Array:
     """Sum `x` over ranks that are all in this place, which errors name. Collective."""
     confirm_place(communicator, place)
-    group = resolved(communicator)
-    is_ours = getattr(type(group), "allreduce", None) is ChannelCommunicator.allreduce
-    summed: Array = group.allreduce_at(x, place) if is_ours else group.allreduce(x)
-    return summed
+    return at(communicator, place).allreduce(x)
 
 
 def explained(name: str, group: Any, options: dict[str, str]) -> str:

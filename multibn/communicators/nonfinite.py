@@ -32,7 +32,7 @@ def name_of(communicator: Any, /) -> str:
 def log_refusal(communicator: Any, error: Exception) -> None:
     """Print the `error` of a rank that refuses an input, which names no layer itself."""
     where = f"rank {communicator.rank} in {name_of(communicator)}: "
-    log_to_stderr(str(error), where)
+    log_to_stderr(f"{where}{error}")
 
 
 def skips(communicator: Any, dtype: Any, /) -> bool:

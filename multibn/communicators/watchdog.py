@@ -29,10 +29,10 @@ _NAMED = 8  # ranks in an error
 _LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
 
 _ENDED = "its program has ended by "
-_BEGIN_ANEW = (
-    "Begin anew on all ranks: start the program again, or, over torch.distributed and in a "
-    "notebook, call destroy_process_group() and init_process_group() with a new store, for example "
-    "init_method='file://' and the path of a new file; over MPI, give the layers comm.Dup()."
+_RESTART = (
+    "Restart all ranks. Without a restart, in a notebook for example: with torch.distributed, call "
+    "destroy_process_group() and init_process_group() with a new store, init_method='file://' and "
+    "the path of a new file for example; with MPI, give the layers comm.Dup()."
 )
 
 
@@ -100,7 +100,7 @@ class Watchdog:
                     self._lost(str(text), error)
                 self._note_failure(
                     f"rank {self.rank} was interrupted in {text} by {type(error).__name__}, and "
-                    f"the message is still under way. {_BEGIN_ANEW}"
+                    f"the message is still under way. {_RESTART}"
                 )
             raise
 
@@ -138,8 +138,8 @@ class Watchdog:
             if self._before and not self._peers:
                 self._check_before_meeting(self._before, text)
             if time.monotonic() >= deadline:
-                waited, cure = self._waited(self.timeout, notices, text)
-                self._fail(TimeoutError, f"{waited} {cure}")
+                waited, causes = self._waited(self.timeout, notices, text)
+                self._fail(TimeoutError, waited, causes)
             if time.monotonic() >= word_at:
                 word_at = math.inf
                 waited, _ = self._waited(SILENT, notices, text)
@@ -236,20 +236,22 @@ class Watchdog:
         )
 
     def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> tuple[str, str]:
-        """Two texts: for whom this rank waits, with the likely cause; and what else helps."""
+        """Return which ranks are missing, and the possible causes with what to do."""
         waited = f"rank {self.rank} has waited {seconds:g} s in {text}"
         absent = self._absent(notices)
         if not absent:
             return (
-                f"{waited}, where all ranks are: the transport has not delivered, perhaps because "
-                "the store of torch.distributed has keys of an earlier process group.",
-                _BEGIN_ANEW,
+                f"{waited}. All ranks are in this call, but the transport has not delivered the "
+                "message.",
+                "Possible cause: the store of torch.distributed still has the keys of an earlier "
+                f"process group. {_RESTART}",
             )
         return (
-            f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}. Find out what "
-            "keeps it: a model in eval() (Chainer: train=False), or one not converted there, sends "
-            f"no messages. If rank {self.rank} validates alone, its model must be in eval(), too.",
-            "Or allow for more time: MULTIBN_TIMEOUT.",
+            f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}.",
+            "Possible causes: on that rank the model is in eval() (Chainer: train=False) or was "
+            "not converted, and sends no messages; torch.compile recompiles there; or rank "
+            f"{self.rank} runs validation alone with a model that is not in eval(). To wait "
+            "longer, set MULTIBN_TIMEOUT (seconds).",
         )
 
     def _absent(self, notices: dict[int, Status]) -> list[int]:
@@ -283,15 +285,20 @@ class Watchdog:
             ConnectionError,
             f"rank {self.rank} lost the connection in {text}: {self._describe(text, lost)}. "
             f"The transport says: {error}",
-            error,
+            cause=error,
         )
 
     def _fail(
-        self, kind: type[Exception], message: str, cause: BaseException | None = None
+        self,
+        kind: type[Exception],
+        message: str,
+        more: str = "",
+        cause: BaseException | None = None,
     ) -> NoReturn:
+        """Raise an error; the other ranks and stderr get the `message` alone."""
         self._note_failure(message)
-        self.failure = f"{message} {_BEGIN_ANEW}"  # for who has caught the error
-        raise kind(message) from cause
+        self.failure = f"{message} {_RESTART}"  # for callers that have caught the error
+        raise kind(f"{message} {more}".rstrip()) from cause
 
     def _note_failure(self, message: str) -> None:
         self.failure = message
@@ -304,7 +311,7 @@ class Watchdog:
         last = "the call before" if text == str(self._last) else self._last
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {last}"
         if not self._peers:
-            return "no rank of the group has come so far"
+            return "no rank of the group has connected yet"
         return "; ".join(
             f"rank {r} (machine {self._peers[r].machine.split()[0]}, pid {self._peers[r].pid}) "
             f"{how or self._state(r)}, {seen}"

@@ -14,7 +14,7 @@ from multibn._arrays import to_host
 from multibn._platform import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, Group, SingleProcess, as_communicator
-from multibn.communicators.communicator import gather, identity
+from multibn.communicators.communicator import at, gather, identity
 from multibn.communicators.diagnostics import senders
 from multibn.communicators.handshake import agree, look_at_unread
 from multibn.communicators.resolve import default_group
@@ -119,6 +119,7 @@ def check_equal(
             "check_sync failed: an array of the model cannot be compared on "
             f"{senders([mark], communicator.size)}. See the error there."
         )
+    communicator = at(communicator, "check_sync")
     mine = [_digest(repr(facts).encode()) for facts in (described, digests)]
     built, held = zip(*gather(mine, communicator), strict=True)
     if len({*built}) > 1:

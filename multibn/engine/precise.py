@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from multibn._arrays import array_namespace, device, is_on_host
 from multibn._typing import Array
 from multibn.communicators import Communicator
+from multibn.communicators.communicator import at
 from multibn.communicators.handshake import confirm_place
 from multibn.communicators.nonfinite import layer_of
 from multibn.engine.lockstep import END, Lockstep
@@ -133,7 +134,8 @@ class Pass(Taping):
                 if num_samples is not None and samples >= num_samples:
                     break
             confirm_place(self._communicator, self._title)
-            self._estimates = [v.estimator.estimate(self._communicator) for v in self._tracked]
+            named = at(self._communicator, self._title)
+            self._estimates = [v.estimator.estimate(named) for v in self._tracked]
         enough = num_samples is not None and samples >= num_samples
         ended = ""
         if num_iters is not None and num_batches < (num_steps if enough else num_iters):

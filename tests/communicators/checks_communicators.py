@@ -443,3 +443,22 @@ def check_a_tensor_is_no_communicator(world: Communicator) -> None:
 
     with pytest.raises(TypeError, match=r"None, a torch ProcessGroup or DeviceMesh, .*Tensor"):
         as_communicator(torch.ones(2))  # type: ignore[arg-type]
+
+
+@only(sizes=(2,), needs=("torch",))
+def check_the_sums_of_functions_have_their_names(world: Communicator) -> None:
+    import torch
+
+    from multibn import torch_backend
+
+    model = torch_backend.SyncBatchNorm(2, process_group=world)
+    channel = world.channel  # type: ignore[attr-defined]
+    options = {"data_loader": [torch.randn(4, 2)], "process_group": world}
+    for name, call in {
+        "check_sync": lambda: torch_backend.check_sync(model, world),
+        "average_gradients": lambda: torch_backend.average_gradients(model, world),
+        "sync_running_stats": lambda: torch_backend.sync_running_stats(model, world),
+        "precise batch norm": lambda: torch_backend.update_bn_stats(model, **options),
+    }.items():
+        call()
+        assert str(channel.watchdog._last).startswith(f"{name} (a sum of ")

@@ -88,7 +88,7 @@ def check_interruption(comm: Any, everybody: Communicator) -> None:
     # The message that was under way may still come to the other ranks.
     assert len(said) >= 2
     assert "rank 0 was interrupted in a sum of float64 numbers of shape (1,) by Keybo" in said[-1]
-    assert "Begin anew on all ranks: start the program again, or, over torch.dist" in said[-1]
+    assert "Restart all ranks. Without a restart, in a notebook for example: with" in said[-1]
     if comm.rank == 0:
         assert said[0] == "by a signal"
 

@@ -16,6 +16,7 @@ from multibn import wire
 from multibn._arrays import to_host
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
+from multibn.communicators.communicator import at
 from multibn.communicators.diagnostics import display_name, senders
 from multibn.communicators.handshake import agree, allreduce_at
 from multibn.engine.consistency import check_equal, common_group, differences
@@ -302,6 +303,6 @@ def average_gradients(
             ]
         )
         # Divided before the sum, which may overflow in 16 bits.
-        mean = communicator.allreduce(gradients / communicator.size)
+        mean = at(communicator, "average_gradients").allreduce(gradients / communicator.size)
         for p, part in zip(group, unflatten_dense_tensors(mean, group), strict=True):
             p.grad = part

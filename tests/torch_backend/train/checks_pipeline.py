@@ -108,6 +108,6 @@ def check_stages_that_share_the_default_group_are_an_error(world: Communicator) 
     # The first rank that gives up tells the others.
     missing = (
         r"rank \d has waited 1 s in the first message of layer 1 \(forward, float64, call 1\) for "
-        r"rank\(s\) \[1, 3\]: no rank of the group has come so far"
+        r"rank\(s\) \[1, 3\]: no rank of the group has connected yet"
     )
     assert re.match(rf"(rank \d has failed: )*{missing}", reason), reason
