@@ -8,20 +8,25 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.strategies import Strategy
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn._typing import check_int
+from multibn._typing import check_int, list_obstacles
 from multibn.communicators import CommunicatorLike
 from multibn.torch_backend import precise_bn
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from multibn.torch_backend.integrations.loaders import second_reader
+from multibn.torch_backend.layer.base import SyncNormBase
 
 
 class MultiBNLayerSync(LayerSync):
     """Synchronizes the batch norms of a model during `fit`, on CPU, too.
 
-    For strategies that apply layer plugins: DDPStrategy and FSDPStrategy. After fitting, the layers
-    have their original classes again (a `SyncBatchNorm` that the model had before becomes a
+    For strategies that apply layer plugins: DDPStrategy and FSDPStrategy. ModelParallelStrategy and
+    DeepSpeedStrategy apply none: there, call `apply` in the module's `configure_model`. `fit`
+    raises RuntimeError if nobody has applied the plugin. After fitting, the layers have their
+    original classes again (a `SyncBatchNorm` that the model had before becomes a
     `BatchNorm`). Do not pass `sync_batchnorm=True` to the trainer as well.
 
     The parameters are those of `multibn.torch.convert_sync_batchnorm`, and wrong ones raise
@@ -42,12 +47,36 @@ class MultiBNLayerSync(LayerSync):
         convert_sync_batchnorm(nn.BatchNorm1d(1), process_group, **options)  # refuses wrong ones
         self.options = options
         self.process_group = process_group
+        self.is_applied = False
 
     def apply(self, model: nn.Module) -> nn.Module:
+        self.is_applied = True
         return convert_sync_batchnorm(model, self.process_group, **self.options)
 
     def revert(self, model: nn.Module) -> nn.Module:
         return revert_sync_batchnorm(model)
+
+
+def _on_train_start(strategy: Strategy) -> None:
+    """Raise if a strategy has a `MultiBNLayerSync`, and nobody has applied it to the model."""
+    plugin, module = getattr(strategy, "_layer_sync", None), strategy.lightning_module
+    if isinstance(plugin, MultiBNLayerSync) and not plugin.is_applied and module is not None:
+        norms = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
+        local = {name: type(m).__qualname__ for name, m in norms if not isinstance(m, SyncNormBase)}
+        if local:
+            found = list_obstacles(local, "layer(s) keep the statistics of their rank")
+            raise RuntimeError(
+                f"{type(strategy).__name__} does not apply layer plugins, MultiBNLayerSync among "
+                f"them: {found} Call `apply` of the plugin, or convert_sync_batchnorm, in the "
+                "module's `configure_model`."
+            )
+    _lightnings_on_train_start(strategy)
+
+
+# Lightning tells a plugin neither its strategy nor that training begins; every strategy has this
+# hook.
+_lightnings_on_train_start = Strategy.on_train_start
+Strategy.on_train_start = _on_train_start  # type: ignore[assignment, method-assign]
 
 
 class PreciseBN(Callback):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from multibn.communicators import Communicator
@@ -20,6 +21,7 @@ with frameworks_warnings():
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins import TorchSyncBatchNorm
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from multibn.torch_backend.integrations.lightning import MultiBNLayerSync, PreciseBN
@@ -71,7 +73,7 @@ def _loader(shuffle: bool = True, **options: Any) -> Any:
 
 def _fit(world: Communicator, loader: Any, *callbacks: Any, **options: Any) -> Net:
     """A network that has trained."""
-    net = Net(options.pop("momentum", 0.1))
+    net: Net = options.pop("make", Net)(options.pop("momentum", 0.1))
     with frameworks_warnings(), tempfile.TemporaryDirectory() as root:
         trainer = pl.Trainer(
             **{
@@ -117,6 +119,43 @@ def check_torchs_layer_keeps_its_own_group(world: Communicator) -> None:
     layer = nn.SyncBatchNorm(3, process_group=alone)
     assert MultiBNLayerSync().apply(layer).process_group is alone
     assert MultiBNLayerSync().revert(layer).process_group is alone
+
+
+class Sharded(Net):
+    """Does what `configure` does to the network, then shards its last layer."""
+
+    configure: Any = staticmethod(lambda net: net)
+
+    def configure_model(self) -> None:
+        self.configure(self)
+        if not isinstance(self.head, FSDPModule):
+            fully_shard(self.head, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+class NeverApplies(DDPStrategy):
+    def setup(self, trainer: Any) -> None:
+        plugin, self._layer_sync = self._layer_sync, None
+        super().setup(trainer)
+        self._layer_sync = plugin
+
+
+def check_a_strategy_that_applies_no_plugin_is_refused(world: Communicator) -> None:
+    """It is not if the module has converted its layers, or has applied the plugin."""
+
+    def strategy(kind: Any = ModelParallelStrategy) -> Any:
+        own = {"data_parallel_size": world.size, "tensor_parallel_size": 1}
+        options = {} if kind is NeverApplies else own | {"save_distributed_checkpoint": False}
+        return kind(process_group_backend="gloo", **options)
+
+    for kind, make in ((ModelParallelStrategy, Sharded), (NeverApplies, Net)):
+        message = rf"{kind.__name__} does not apply .* 1 layer.* bn .BatchNorm1d.*configure_model"
+        with pytest.raises(RuntimeError, match=message):
+            _fit(world, _loader(), strategy=strategy(kind), max_steps=1, make=make)
+    plugin = MultiBNLayerSync()
+    for configure in (convert_sync_batchnorm, plugin.apply):
+        network: Any = type("Configured", (Sharded,), {"configure": staticmethod(configure)})
+        options = {"strategy": strategy(), "plugins": [plugin], "make": network}
+        assert _fit(world, _loader(), max_steps=1, **options).classes == {SyncBatchNorm1d}
 
 
 class Doubled(pl.LightningDataModule):
