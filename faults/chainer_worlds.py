@@ -46,6 +46,7 @@ class Trainee:
         self.model = self.network = network
         self._dtype: Any = np.float64
         self._train = True
+        self.penalizes = False  # gradients of the input: second derivatives
 
     def step(self, x: Array, *, backward: bool = True) -> Array:
         self.network.cleargrads()
@@ -55,7 +56,11 @@ class Trainee:
                 with chainer.no_backprop_mode():
                     self.network(v)
                 return np.zeros_like(x)
-            F.sum(self.network(v) ** 2).backward()
+            loss = F.sum(self.network(v) ** 2)
+            if self.penalizes:
+                (dx,) = chainer.grad([loss], [v], enable_double_backprop=True)
+                loss = F.sum(dx * dx)
+            loss.backward()
         return v.grad
 
     def statistics(self) -> Array:
@@ -63,7 +68,7 @@ class Trainee:
         return np.concatenate([v.ravel() for v in values])
 
     def norms(self) -> list[Any]:
-        return [link for path, link in sorted(self.network.namedlinks()) if "/bn" in path]
+        return [v for _, v in sorted(self.network.namedlinks()) if hasattr(v, "avg_mean")]
 
     def set_norms(self, norms: list[Any]) -> None:
         for path, norm in zip(PATHS, norms, strict=True):

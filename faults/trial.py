@@ -14,6 +14,8 @@ SAMPLES = 4  # of each rank in a step
 class Trial:
     """One scenario on one rank."""
 
+    _kind = "blocks"
+
     def __init__(self, world: World, communicator: Any, mark: Callable[[], None]) -> None:
         self.rank, self.size = world.rank, world.size
         self.at_fault = self.rank == 1
@@ -24,6 +26,7 @@ class Trial:
 
     def build(self, kind: str = "blocks", *, communicator: Any = None, **options: Any) -> None:
         """Make the model, over the default communicator of the scenario."""
+        self._kind = kind
         over = self.communicator if communicator is None else communicator
         self.trainee = self._world.build(over, kind, **options)
         self._taken: list[Sequence[int]] = []
@@ -74,7 +77,8 @@ class Trial:
 
     def error(self) -> float:
         """Largest difference of statistics and gradient from one process with all the samples."""
-        oracle = self._world.build(self._world.alone, "blocks")
+        oracle = self._world.build(self._world.alone, self._kind)
+        oracle.penalizes = getattr(self.trainee, "penalizes", False)
         gradient = np.zeros(0)
         for i, counts in enumerate(self._taken):
             gradient = oracle.step(np.concatenate([batch(i, r, n) for r, n in enumerate(counts)]))

@@ -28,6 +28,7 @@ class Scenario:
     # Over a user's own class, which has no deadline and no notices, ranks wait for ever. Rank 1
     # needs no error then, in any setup.
     own_waits: bool = False
+    waits_under: tuple[str, ...] = ()  # other setups in which ranks wait for ever
     ends: bool = False  # the fault ends processes, and so needs a launch of its own
     ends_under: tuple[str, ...] = ()  # the setups where it does although it does not elsewhere
     lost: bool = False  # the fault ends processes, and rank 1 needs no error of its own
@@ -54,7 +55,7 @@ class Scenario:
         return (self.says_under | self.others_say).get(setup.name, self.says)
 
     def waits_in(self, setup: Setup) -> bool:
-        return self.own_waits and setup.name == "own"
+        return setup.name in self.waits_under or (self.own_waits and setup.name == "own")
 
 
 def scenario(what: str, **options: Any) -> Callable[[Callable[[Trial], None]], Scenario]:

@@ -14,6 +14,14 @@ def empty(trial: Trial) -> None:
         trial.step([SAMPLES, 0, SAMPLES])
 
 
+@scenario("second derivatives, one sample on a rank", setups=("chainermn",))
+def second_derivatives(trial: Trial) -> None:
+    trial.build("branches")
+    trial.mark()
+    trial.trainee.penalizes = True
+    trial.step([SAMPLES, 1, SAMPLES])
+
+
 @scenario(
     "one sample on all ranks together",
     says=r"needs more than 1 value per channel over all ranks together: got 1 on 3 rank\(s\)",

@@ -160,6 +160,20 @@ exit_0 = of_rank_1(
     setups=("mpi",),
 )
 
+
+@scenario(
+    "... after its last link, before the optimizer's allreduce",
+    waits_under=("chainermn",),
+    lost=True,
+    setups=("chainermn",),
+)
+def exit_0_after_last_link(trial: Trial) -> None:
+    trial.begin()
+    if trial.at_fault:
+        sys.exit(0)
+    trial.communicator.multi_node_mean_grad(trial.trainee.model)
+
+
 _PMIX = r"error occurred in PMIx Event Notification"
 
 
