@@ -57,6 +57,10 @@ class observing(Taping):  # noqa: N801
     ('SyncBatchNorm', tensor([1.], dtype=torch.float64), 2.0)
     """
 
+    def __enter__(self) -> list[LayerStatistics]:
+        tape: list[LayerStatistics] = super().__enter__()
+        return tape
+
     def keep(self, batch: BatchStatistics, args: NormArgs | None, plan: Any) -> None:
         if args is None:
             return

@@ -5,7 +5,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from multibn.communicators.handshake import allreduce_at
 from multibn.engine.lockstep import END, Lockstep
 from multibn.torch_backend.layer.base import check_module
 from multibn.torch_backend.train.synchrony import participants
+
+_Batch = TypeVar("_Batch")
 
 
 class Joined:
@@ -45,7 +47,7 @@ class Joined:
         if kind is None:  # after an exception the other ranks may be in another collective
             self.leave()
 
-    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def __call__(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield this rank's batches, then empty placeholder batches until every rank is done.
 
         Each step is collective: one allreduce of W+1 numbers for W ranks. Another loop may follow
