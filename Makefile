@@ -92,8 +92,8 @@ bench: $(VENV)/installed  ## what a layer, a network and a message cost beside t
 gpu:  ## the GPU path, checked and timed in four slots of ten minutes by this machine's own Python: SLOT, OUT
 	$(OWN_PYTHON) -m benchmarks.gpu $(addprefix --slot ,$(SLOT)) --output $(or $(OUT),out/gpu)
 
-fuzz: $(VENV)/installed  #: 10,000 layer calls in each framework, a quarter of them masked, 200 sets of equal models, 2,000 spoiled files
-	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/fuzz tests/checkpoint/test_fuzz_files.py
+fuzz: $(VENV)/installed  #: 10,000 layer calls in each framework, a quarter of them masked, 100 state machines, 200 sets of equal models, 2,000 spoiled files
+	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s --timeout 7200 tests/fuzz tests/checkpoint/test_fuzz_files.py
 
 faults: $(VENV)/installed  #: what goes wrong in training, done on purpose: faults/README.md, faults/results
 	$(BIN)/python -m faults
