@@ -11,6 +11,7 @@ from typing import Any
 
 from multibn._platform import find_command, importable
 from multibn.communicators import SingleProcess
+from multibn.parity import devices
 from multibn.parity.cases import CASES, select
 from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
 from multibn.parity.pair import find, pair
@@ -20,11 +21,13 @@ from multibn.parity.worker import SURFACES, Error
 NEEDS = {
     "torch": ["torch"],
     "chainer": ["chainer"],
+    "flax": ["flax", "jax"],
     "models": ["torch", "chainer"],
     "single process": [],
     "gloo": ["torch"],
     "mpi": ["mpi4py"],
     "chainermn naive": ["chainer", "mpi4py"],
+    "shard_map": [],
 }
 TIMEOUT = 600.0  # seconds for a launch
 MOST_RANKS = 1024  # of a launch: more processes would exhaust a machine before an error
@@ -56,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare both frameworks, over every communicator, with exact results.
+    """Compare all frameworks, over every communicator, with exact results.
 
-    Their layers train on real processes beside a float64 oracle. Of a pair of
+    Their layers train on real processes, flax's on devices of one process,
+    beside a float64 oracle. Of a pair of
     models, options of layers are compared first. Exit status: 0 all within
     bounds, 1 a bound is broken or an option differs, 2 it could not be run.
 
@@ -95,11 +99,12 @@ def run(args: argparse.Namespace) -> int:
         for size in sizes
         if size == 1 or LAUNCHERS[over]
     ]
+    launches += [("shard_map", sizes[-1])] if not args.model else []
     verdicts: list[str] = []
     with _progress(len(launches)) as tell:
         for number, (over, size) in enumerate(launches):
             tell(number)
-            verdicts += launch(over, size, surfaces, **options)
+            verdicts += launch(over, size, ["flax"] if over == "shard_map" else surfaces, **options)
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
     return exit_status(verdicts)
 
@@ -129,10 +134,16 @@ def launch(over: str, size: int, surfaces: Iterable[str], **options: Any) -> lis
     able = [surface for surface, reason in absent.items() if not reason]
     try:
         if able:
-            function = "multibn.parity.pair.models"
-            if able != ["models"]:
+            function, ranks_of = "multibn.parity.pair.models", (over, size)
+            variables = None
+            if able == ["flax"]:  # devices of one process
+                function, ranks_of = "multibn.parity.devices.measure", ("single process", 1)
+                options["size"], variables = size, devices.variables(size)
+            elif able != ["models"]:
                 function, options["surfaces"] = "multibn.parity.worker.measure", able
-            ranks = run_workers(function, over, size, timeout=TIMEOUT, **options)
+            ranks = run_workers(
+                function, *ranks_of, timeout=TIMEOUT, variables=variables, **options
+            )
             errors = [Error(*error) for rank in ranks for error in rank]
             found |= {name: judge([e for e in errors if e.surface == name]) for name in able}
     except WorkerError as error:
@@ -161,7 +172,7 @@ def missing(surface: str, over: str) -> str:
     """Why the combination cannot be run here; "" if nothing is missing."""
     needs = dict.fromkeys(NEEDS[surface] + NEEDS[over])
     absent = [f"{name} is not installed" for name in needs if not importable(name)]
-    if LAUNCHERS[over] == "mpiexec" and find_command("mpiexec") is None:
+    if LAUNCHERS.get(over) == "mpiexec" and find_command("mpiexec") is None:
         absent.append("no mpiexec on PATH")
     return "; ".join(absent)
 

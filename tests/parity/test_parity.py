@@ -119,7 +119,7 @@ def test_what_cannot_run_says_why(monkeypatch: Any) -> None:
 
 def test_where_nothing_can_run_the_exit_status_is_2(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(command, "importable", lambda name: False)
-    for count, arguments in ((8, ["--ranks", "1"]), (1, ["--model", "no:pair"])):
+    for count, arguments in ((9, ["--ranks", "1"]), (1, ["--model", "no:pair"])):
         assert cli.main(["parity", *arguments]) == 2
         assert capsys.readouterr().out.endswith(f"\n{count} not run\n")
 

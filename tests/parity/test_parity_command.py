@@ -30,7 +30,7 @@ def _parity(*options: str) -> list[str]:
 
 _EVERY = pytest.mark.beside(
     partial(_parity, "--ranks", "1", "2", "--cases", *NAMES),
-    *("torch", "chainer", "torchrun", "mpiexec"),
+    *("torch", "chainer", "flax", "torchrun", "mpiexec"),
 )
 
 
@@ -40,7 +40,8 @@ def test_every_combination_is_within_bounds(beside: list[str]) -> None:
     over += [f"{name} x{size}" for name in ("gloo", "mpi", "chainermn naive") for size in (1, 2)]
     assert [line[:27].rstrip() for line in beside] == [
         *(f"{place:19} {surface}" for place in over for surface in ("torch", "chainer")),
-        f"{2 * len(over)} ok",
+        f"{'shard_map x2':19} flax",
+        f"{2 * len(over) + 1} ok",
     ]
 
 

@@ -1,0 +1,128 @@
+"""The layer of flax in the parity command: the devices of one process, each with a rank's batch."""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from multibn.parity.cases import CASES, CHANNELS, EPS, MOMENTUM, Case
+from multibn.parity.oracle import Array
+from multibn.parity.worker import Arrays, Error, _named, compare
+
+AXIS = "devices"
+
+
+def variables(size: int) -> dict[str, str]:
+    """The environment in which a process has so many devices, all of the CPU."""
+    flags = f"--xla_force_host_platform_device_count={size}"
+    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
+def measure(
+    _: Any, cases: Sequence[str], size: int, over: str = "shard_map", axis_name: str | None = AXIS
+) -> list[Error]:
+    """The errors on all devices in the cases of these names; over "shard_map" or "pmap"."""
+    import jax
+
+    errors = []
+    for case in (case for case in CASES if case.name in cases):
+        with jax.enable_x64(case.dtype == "float64"):
+            found = train(case, size, over, axis_name)
+        errors += [e for rank, a in enumerate(found) for e in compare("flax", case, a, rank, size)]
+    return errors
+
+
+def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Arrays]:
+    """The arrays of each device from a training, as those of a rank."""
+    weight, bias = case.parameters()
+    running = np.zeros((size, CHANNELS), weight.dtype), np.ones((size, CHANNELS), weight.dtype)
+    found: list[Arrays] = [{} for _ in range(size)]
+    for step in range(case.steps):
+        xs, dys, masks = case.batches(size, step)
+        decay = 1 - (1 / (step + 1) if case.cumulative else MOMENTUM)
+        shape = tuple(map(max, *(x.shape for x in xs), xs[0].shape))
+        has_mask = case.padding is not None or any(x.shape != shape for x in xs)
+        x, dy, mask = (np.stack([_padded(a, shape) for a in each]) for each in (xs, dys, masks))
+        run = _program(case, decay, has_mask, size, over, axis_name)
+        repeated = (np.broadcast_to(v, (size, CHANNELS)) for v in (weight, bias))
+        arrays = map(np.asarray, run(x, dy, mask, *repeated, *running))
+        y, dx, dweight, dbias, *running = arrays  # type: ignore[assignment]
+        for rank, part in enumerate(found):
+            own = tuple(map(slice, xs[rank].shape))
+            sums = [v.sum(0, dtype=np.float64) / size for v in (dweight, dbias)]
+            part |= _named(step, y[rank][own], dx[rank][own], *sums, *(v[rank] for v in running))
+    for rank, part in enumerate(found):
+        layer = _layer(case, 1.0, axis_name, weight, bias, running[0][rank], running[1][rank])
+        given = None if case.padding is None else np.expand_dims(masks[rank], 1)
+        part[f"{step}/eval"] = np.asarray(layer(xs[rank], use_running_average=True, mask=given))
+    return found
+
+
+@lru_cache(4)
+def _program(
+    case: Case, decay: float, has_mask: bool, size: int, over: str, axis_name: str | None
+) -> Any:
+    """The step of all devices, compiled."""
+    import jax
+
+    run = partial(_step, case, decay, has_mask, axis_name)
+    if over == "pmap":
+        return jax.pmap(run, axis_name=AXIS)
+    mesh = jax.make_mesh((size,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(AXIS)
+    rows = partial(_of_row, run)
+    return jax.jit(jax.shard_map(rows, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+def _step(
+    case: Case, decay: float, has_mask: bool, axis_name: str | None, *arrays: Any
+) -> tuple[Any, ...]:
+    """A step of training on one device: output, gradients, running statistics."""
+    import jax
+
+    x, dy, mask, weight, bias, *running = arrays
+
+    def loss(x: Any, weight: Any, bias: Any) -> Any:
+        layer = _layer(case, decay, axis_name, weight, bias, *running)
+        y = layer(x, mask=mask[:, None] if has_mask else None)
+        return (y.astype(weight.dtype) * dy).sum(), (y, layer.mean[...], layer.var[...])
+
+    call = jax.checkpoint(loss) if case.recompute else loss
+    gradients, (y, *moved) = jax.grad(call, (0, 1, 2), has_aux=True)(x, weight, bias)
+    return y, *gradients, *moved
+
+
+def _layer(case: Case, decay: float, axis_name: str | None, *state: Any) -> Any:
+    """A layer with this state: scale, bias, mean, variance."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from multibn.flax_backend import BatchNorm
+
+    layer = BatchNorm(
+        CHANNELS,
+        axis=1,
+        momentum=decay,
+        epsilon=EPS,
+        dtype=case.dtype,
+        axis_name=axis_name,
+        weighting=case.weighting,
+        running_var=case.running_var,
+        rngs=nnx.Rngs(0),
+    )
+    scale, bias, mean, var = map(jnp.asarray, state)
+    layer.scale, layer.bias = nnx.Param(scale), nnx.Param(bias)
+    layer.mean, layer.var = nnx.BatchStat(mean), nnx.BatchStat(var)
+    return layer
+
+
+def _of_row(run: Any, *arrays: Any) -> tuple[Any, ...]:
+    """What `run` gives for the one row of a device."""
+    return tuple(v[None] for v in run(*(a[0] for a in arrays)))
+
+
+def _padded(a: Array, shape: tuple[int, ...]) -> Array:
+    """An activation, or a mask without channels, at the start of a larger shape."""
+    wanted = shape if a.ndim == len(shape) else (shape[0], *shape[2:])
+    return np.pad(a, [(0, n - k) for n, k in zip(wanted, a.shape, strict=True)])
