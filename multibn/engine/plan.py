@@ -91,7 +91,9 @@ class Plan:
         if prepare is not None and self._is_usual and self._count > 1:
             self._prepared = prepare()
 
-    def forward(self, args: NormArgs, /) -> tuple[Any, Any]:
+    def forward(
+        self, args: NormArgs, /, *, recorded: bool = True
+    ) -> tuple[Any, BatchStatistics | PackedStatistics]:
         """Normalize an input by the batch that all ranks hold together.
 
         Returns the output and its `BatchStatistics`, which may be packed.
@@ -99,34 +101,11 @@ class Plan:
         Collective, one allreduce of 2C+4 float64 numbers, unless `engine.recompute` replays the
         statistics; another one for a variance that is lost beside the square of the mean, on the
         host. Raises as `statistics.aggregate`, and OneValueError, a ValueError, on every rank, if
-        the ranks hold one value per channel together.
+        the ranks hold one value per channel together. Without `recorded`, runs the verbs and leaves
+        the tapes of `engine.recompute` alone.
         """
-        if not recompute.state.stack:
-            return (
-                self.run_forward(args)
-                if self._prepared is None
-                else self._run_forward_prepared(args)
-            )
-        batch = recompute.replayed(self.channels)
-        if batch is not None:
-            return self._verbs.normalize(args, batch), batch
-        y, found = self.run_forward(args)
-        batch = unpack(found)
-        recompute.record(batch, args, self)
-        return y, batch
-
-    def _run_forward_prepared(self, args: NormArgs) -> tuple[Any, Any]:
-        """Do as `run_forward`, by launches that were prepared in an earlier step."""
-        found = None
-        if self._forward is not None:
-            found = self._prepared.forward(args, self._forward)
-        if found is None:
-            with self._prepared.preparing_forward(args):
-                found = self.run_forward(args)
-        return found
-
-    def run_forward(self, args: NormArgs, /) -> tuple[Any, BatchStatistics | PackedStatistics]:
-        """Do as `forward`, without a look at the tapes of `recompute`."""
+        if recorded and (recompute.state.stack or self._prepared is not None):
+            return self._forward_recorded(args)
         messages = self._forward
         if messages is None:
             of = self.communicator, self._phase, args.x, self._lengths[0], self._copied
@@ -150,6 +129,24 @@ class Plan:
             args.running.add(unpack(batch), local_count=count)
         return y, batch
 
+    def _forward_recorded(self, args: NormArgs) -> tuple[Any, Any]:
+        """Run `forward` with a look at the tapes, or by launches of an earlier step on a GPU."""
+        if recompute.state.stack:
+            replayed = recompute.replayed(self.channels)
+            if replayed is not None:
+                return self._verbs.normalize(args, replayed), replayed
+            y, found = self.forward(args, recorded=False)
+            batch = unpack(found)
+            recompute.record(batch, args, self)
+            return y, batch
+        prepared = None
+        if self._forward is not None:
+            prepared = self._prepared.forward(args, self._forward)
+        if prepared is None:
+            with self._prepared.preparing_forward(args):
+                prepared = self.forward(args, recorded=False)
+        return prepared
+
     def _finish_otherwise(
         self, state: int, args: NormArgs, found: tuple[Any, BatchStatistics, Any], during: Any
     ) -> tuple[Any, BatchStatistics]:
@@ -161,7 +158,7 @@ class Plan:
             about, centre = reference.about(args, batch.mean)
             options: Any = {"weighting": self.weighting, "verbs": self._verbs}
             again = Plan(about, self.communicator, phase="about the mean", **options)
-            _, near = again.run_forward(about)
+            _, near = again.forward(about, recorded=False)
             batch = unpack(near)
             batch = batch._replace(mean=centre + batch.mean)
             if args.running is not None:

@@ -45,3 +45,8 @@ def captures_cuda_graphs() -> bool:
     """Return whether inductor compiles for CUDA graphs now, as for mode="reduce-overhead"."""
     config = sys.modules.get("torch._inductor.config")
     return config is not None and bool(config.triton.cudagraphs)
+
+
+def is_exporting_or_tracing() -> bool:
+    """Return whether torch.export or torch.jit.trace runs: both can hold torch's batch norm."""
+    return getattr(torch.compiler, IS_EXPORTING) or torch.jit.is_tracing()

@@ -239,13 +239,6 @@ def with_kernel_layout(args: NormArgs) -> NormArgs:
 apply = super(torch.autograd.Function, SyncBatchNormFunction).apply
 
 
-def forward(plan: Any, args: NormArgs) -> tuple[Tensor, Any]:
-    """Run a plan's forward pass, differentiably. Collective, as its backward pass."""
-    call = plan, args
-    found: tuple[Tensor, Any] = apply(call, args.x, args.weight, args.bias, args.residual)
-    return found
-
-
 def raise_for_nan_gradient(g: Gradient, communicator: Communicator) -> None:
     """Say on which ranks the gradient of the output has NaN. Collective, as the backward pass."""
     if g.needs_dx:
@@ -313,7 +306,8 @@ def _normalize(
     sharing: Any = _Differentiable(communicator, phase, args.x.dtype)
     with without_autocast(args.x):
         apart = args._replace(running=None)
-        y, batch = Plan(apart, sharing, weighting=weighting, verbs=reference).run_forward(apart)
+        plan = Plan(apart, sharing, weighting=weighting, verbs=reference)
+        y, batch = plan.forward(apart, recorded=False)
     return y, unpack(batch)
 
 

@@ -1,8 +1,8 @@
 """Layers under torch.compile: operators for sums and messages, the compiler for elements.
 
-The operators run the eager kernels and return a few numbers per channel. The compiler fuses
-`(x - centre) * scale + shift`, and its counterpart for the gradient, with the operations around the
-layer. Meta and fake tensors take the same path. In the call tree, C is the number of channels::
+The operators run the eager kernels. The compiler fuses `(x - centre) * scale + shift`, and its
+counterpart for the gradient, with the operations around the layer. Meta and fake tensors take the
+same path. In the call tree, C is the number of channels::
 
     functional.forward         traced by Dynamo
       multibn::forward         traced by AOTAutograd, which sees the operations inside
@@ -42,10 +42,10 @@ from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.kernels import Running, reference, select, steps
 from multibn.kernels.layout import channels
 from multibn.kernels.spec import PackedStatistics, unpack
-from multibn.torch_backend._torch_private import IS_EXPORTING, FakeTensor, captures_cuda_graphs
+from multibn.torch_backend._torch_private import FakeTensor, captures_cuda_graphs
 from multibn.torch_backend.layer import autograd, validation
 
-# Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
+# Weak: a communicator ends with its layer.
 _layers: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 _numbers = count()
 
@@ -54,7 +54,7 @@ _numbers = count()
 def _code() -> str:
     """Return what tells this code from others', whose graphs on disk must not be found."""
     sources = __file__, *(str(module.__file__) for module in (autograd, reference, steps))
-    with suppress(OSError):  # where there are no source files
+    with suppress(OSError):
         return f"{zlib.crc32(b''.join(Path(source).read_bytes() for source in sources)):x}"
     return __version__
 
@@ -68,12 +68,7 @@ def register(communicator: Any, /) -> None:
 def is_compiling_or_fake(x: Any, /) -> bool:
     """Return whether operators must handle `x`: in compiled code, or for meta or fake tensors."""
     is_fake = isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
-    return torch.compiler.is_compiling() or is_fake
-
-
-def is_exporting_or_tracing() -> bool:
-    """Return whether torch.export or torch.jit.trace runs: both can hold torch's batch norm."""
-    return getattr(torch.compiler, IS_EXPORTING) or torch.jit.is_tracing()
+    return is_fake or torch.compiler.is_compiling()
 
 
 _LIBRARY = torch.library.Library("multibn", "DEF")
@@ -85,8 +80,7 @@ def operator(
     """Make a function the operator of this schema in the namespace `multibn`.
 
     The compiler looks inside unless `fake` says what the operator returns, in shape and dtype. Such
-    operators communicate: none is removed or repeated, and no CUDA graph holds one. `_call` keeps
-    their order.
+    operators communicate: none is removed or repeated, and no CUDA graph holds one.
     """
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,9 +101,8 @@ def operator(
 def _call(function: Callable[..., Any], *arguments: Any, runs_again: bool = True) -> Any:
     """Call an operator that communicates; its last argument is a result of the one traced before.
 
-    So all ranks send their messages in one order, although their graphs may differ: where two
-    layers do not wait for each other, or a rank's batch is empty. An operator of a forward pass
-    never `runs_again` in the backward pass, not even in a checkpoint.
+    So all ranks send their messages in one order, whatever their graphs. Unless it `runs_again`,
+    an operator stays out of the backward pass, in a checkpoint, too.
     """
     mode: Any = get_proxy_mode()
     if mode is None:
@@ -128,12 +121,10 @@ class _Step:
     """The layer's step that an operator's text describes, and the plan that was found last."""
 
     def __init__(self, text: str) -> None:
-        layer, num_channels, weighting, convention, axis, *others = literal_eval(text)
-        self.layer: str = layer
-        self.num_channels: int = num_channels
-        self.weighting: Weighting = weighting
-        self.convention, self.axis = convention, axis
-        self.relu, self.needs_gradient, self.copied, self.error, sizes = others
+        (
+            self.layer, self.num_channels, self.weighting, self.convention, self.axis, self.relu,
+            self.needs_gradient, self.copied, self.error, _, sizes,
+        ) = literal_eval(text)  # fmt: skip
         self._text, self._has_sizes = text, bool(sizes)  # else these may change from call to call
         self._plan: Any = type(None)
         self._context: object = None
@@ -145,19 +136,19 @@ class _Step:
         if plan is not None and context == self._context:
             return plan
         x, communicator, self._context = args.x, _layers[self.layer], context
-        sizes = () if self._has_sizes else (x.shape, x.stride(), args.eps)
-        key = self._text, context, *sizes
+        key = self._text, context, *(() if self._has_sizes else (x.shape, x.stride(), args.eps))
         plan = getattr(communicator, "plans", {}).get(key)
         if plan is None:
             with torch.no_grad():
-                if self.error:  # which was seen while the graph was traced
-                    error: Exception = (ValueError if self.error[0] else TypeError)(self.error[1])
+                if self.error is not None:  # which was seen while the graph was traced
+                    error = (TypeError, ValueError)[self.error[0]](self.error[1])
                     validation.raise_on_all_ranks(error, x, self.num_channels, communicator)
                 if not backward:
                     validation.validate_call(args, self.num_channels, communicator)
-                options: Any = {"needs_gradient": self.needs_gradient, "copied": self.copied}
-                verbs = _coefficient_kernels(x)
-                plan = Plan(args, communicator, weighting=self.weighting, verbs=verbs, **options)
+                plan = Plan(
+                    args, communicator, weighting=self.weighting, verbs=_coefficient_kernels(x),
+                    needs_gradient=self.needs_gradient, copied=self.copied,
+                )  # fmt: skip
             if isinstance(communicator, LayerCommunicator):
                 communicator.keep(key, plan)
         if self._has_sizes:
@@ -172,15 +163,11 @@ _new: Any = tuple.__new__  # makes a named tuple without a call of Python
 def _coefficient_kernels(x: Tensor) -> Any:
     """The kernels for `x`, which return coefficients where others write outputs."""
     kernels = select(x)
-    prepared = getattr(kernels, "PreparedStep", None)
-    return SimpleNamespace(
-        PreparedStep=prepared and partial(prepared, coefficients=True),
-        begin_forward=kernels.begin_forward,
-        finish_forward=partial(kernels.finish_forward, coefficients=True),
-        normalize=partial(kernels.normalize, coefficients=True),
-        begin_backward=kernels.begin_backward,
-        finish_backward=partial(kernels.finish_backward, coefficients=True),
-    )
+    names = "PreparedStep", "finish_forward", "normalize", "finish_backward"
+    verbs = {name: getattr(kernels, name) for name in names if hasattr(kernels, name)}
+    found: Any = {name: partial(verb, coefficients=True) for name, verb in verbs.items()}
+    found |= {"begin_forward": kernels.begin_forward, "begin_backward": kernels.begin_backward}
+    return SimpleNamespace(**found)
 
 
 def _coefficients_like(x: Tensor, text: str, count: int) -> Tensor:
@@ -203,11 +190,9 @@ def _forward_sums_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     "str text, Tensor? after) -> (Tensor, Tensor)",
     _forward_sums_like,
 )
-def _forward_sums(
-    x: Any, weight: Any, bias: Any, eps: Any, mask: Any, mean: Any, var: Any, momentum: Any,
-    num_batches: Any, text: str, after: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The coefficients of the output, and all numbers of the statistics in a row. Collective."""
+def _forward_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the coefficients of the output, and the statistics in one tensor. Collective."""
+    x, weight, bias, eps, mask, mean, var, momentum, num_batches, text, _ = arguments
     step, running = _step(text), None
     if mean is not None:
         running = _new(Running, (mean, var, momentum, step.convention, num_batches))
@@ -236,11 +221,9 @@ def _backward_sums_like(dy: Tensor, x: Tensor, weight: Any, bias: Any, *others: 
     " -> (Tensor, Tensor, Tensor)",
     _backward_sums_like,
 )
-def _backward_sums(
-    dy: Any, x: Any, weight: Any, bias: Any, eps: Any, mask: Any, y: Any, numbers: Any,
-    needs_dx: bool, text: str, after: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of weight and bias, and the coefficients of that of `x`. Collective."""
+def _backward_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of weight and bias, and the coefficients of that of `x`. Collective."""
+    dy, x, weight, bias, eps, mask, y, numbers, needs_dx, text, _ = arguments
     step = _step(text)
     args = _new(NormArgs, (x, weight, bias, eps, step.axis, step.relu, mask, None, None))
     if not x.is_cpu:
@@ -260,10 +243,9 @@ def _backward_sums(
     "Tensor? after) -> Tensor",
     lambda x, *_: x.new_empty((x.shape[0], 1, *x.shape[2:]), dtype=torch.bool),
 )
-def _checked_mask(
-    x: Tensor, mask: Any, lengths: Any, num_channels: int, layer: str, after: Any
-) -> Tensor:
-    """The engine's mask. Collective if it raises."""
+def _checked_mask(*arguments: Any) -> Tensor:
+    """Return the engine's mask. Collective if it raises."""
+    x, mask, lengths, num_channels, layer, _ = arguments
     checked: Any = validation.mask_of(x, mask, lengths, num_channels, _layers[layer])
     # New memory, as an operator's output must be, with the strides that the compiler is told.
     return checked.clone(memory_format=torch.contiguous_format)
@@ -283,17 +265,17 @@ def _mask(*arguments: Any) -> Tensor:
     "str weighting) -> Tensor[]"
 )
 def _forward(*arguments: Any) -> list[Tensor]:
-    """The output, and the numbers of `BatchStatistics`. Collective."""
+    """Return the output, and the numbers of `BatchStatistics`. Collective."""
     x, weight, bias, eps, axis, relu, mask, residual, *moved = arguments[:13]
     num_channels, layer, weighting = arguments[13:]
     running = None if moved[0] is None else Running(*moved)
     args = NormArgs(x, weight, bias, eps, tuple(axis), relu, mask, residual, running)
     needed = torch.is_grad_enabled() and x.requires_grad
     tensors = [v for v in (x, weight, bias, mask, *moved[:2]) if v is not None]
-    sizes = [n for v in tensors for n in v.shape]
+    kinds = [(str(v.dtype), str(v.device)) for v in tensors]
+    sizes = [eps, *(n for v in tensors for n in v.shape)]
     # On a GPU a plan depends on strides, too, which inductor may choose.
-    is_fixed = x.is_cpu and type(eps) is float and all(type(n) is int for n in sizes)
-    kinds = [(str(v.dtype), str(v.device), v.ndim) for v in tensors]
+    is_fixed = x.is_cpu and all(type(n) in (int, float) for n in sizes)
     error = None
     try:
         validation.check_input(x, num_channels)
@@ -302,44 +284,38 @@ def _forward(*arguments: Any) -> list[Tensor]:
         error = isinstance(caught, ValueError), str(caught)
     text = repr((
         layer, int(num_channels), weighting, moved[3], args.axis, relu, needed,
-        captures_cuda_graphs(), error, (eps, sizes, kinds) if is_fixed else (),
+        captures_cuda_graphs(), error, kinds, sizes if is_fixed else (),
     ))  # fmt: skip
-    plan = _Traced(text, needed, args.axis, relu, eps, weighting, _layers[layer])
+    plan = _Traced(text, args.axis, relu, eps, weighting, _layers[layer])
     if error is None:
         y, batch = autograd.apply((plan, args), x, weight, bias, residual)
     else:
         with torch.no_grad():
-            y, batch = torch.empty_like(x), _packed(*plan.forward_sums(args))
+            y, batch = torch.empty_like(x), plan.forward_sums(args)[1]
     return [y, *unpack(batch)]
-
-
-def _packed(coefficients: Tensor, numbers: Tensor) -> PackedStatistics:
-    """The statistics among the results of `forward_sums`."""
-    return PackedStatistics(numbers, tuple(coefficients.shape[1:]))
 
 
 class _Traced(NamedTuple):
     """A plan for the autograd node: operators, and operations that are compiled."""
 
     text: str
-    needs_gradient: bool
     axis: tuple[int, ...]
     relu: bool
     eps: float
     weighting: Weighting
     communicator: Communicator
 
-    def forward_sums(self, args: NormArgs) -> Any:
-        """Return the results of the operator, which needs no residual in memory."""
+    def forward_sums(self, args: NormArgs) -> tuple[Tensor, PackedStatistics]:
+        """Return the coefficients and the statistics."""
         mean, var, momentum, _, num_batches = args.running or (None,) * 5
-        of_input = args.x, args.weight, args.bias, self.eps, args.mask
-        moved = mean, var, momentum, num_batches
-        operator = torch.ops.multibn.forward_sums
-        return _call(operator, *of_input, *moved, self.text, runs_again=False)
+        of_input = args.x, args.weight, args.bias, self.eps, args.mask, mean, var, momentum
+        of_step = torch.ops.multibn.forward_sums, *of_input, num_batches, self.text
+        coefficients, numbers = _call(*of_step, runs_again=False)
+        return coefficients, PackedStatistics(numbers, tuple(coefficients.shape[1:]))
 
     def forward(self, args: NormArgs) -> tuple[Tensor, PackedStatistics]:
-        coefficients, numbers = self.forward_sums(args)
-        return reference.finish(args, coefficients.unbind()), _packed(coefficients, numbers)
+        coefficients, batch = self.forward_sums(args)
+        return reference.finish(args, coefficients.unbind()), batch
 
     def backward(self, g: Gradient) -> tuple[Tensor | None, ...]:
         args, bias = g.input, g.input.bias
@@ -360,8 +336,7 @@ class _Traced(NamedTuple):
 def _recompute_relu_masks() -> None:
     """Let the backward graph compare for ReLUs since the message before, on a CPU.
 
-    The compiler would compare in the forward pass, and keep Booleans in the place of numbers, which
-    inductor's code for a CPU writes and reads one by one.
+    The compiler would keep Booleans, which inductor's code for a CPU writes and reads one by one.
     """
     mode: Any = get_proxy_mode()
     for node in reversed(() if mode is None else mode.tracer.graph.nodes):
@@ -372,8 +347,7 @@ def _recompute_relu_masks() -> None:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# At the end of a step of several passes, see `step_statistics`.
-@operator(
+@operator(  # at the end of a step of several passes, see `step_statistics`
     "update_running(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, "
     "str convention, Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, "
     "Tensor local_count) -> ()"

@@ -172,7 +172,7 @@ def forward(
             plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
         if layer is not None and key is not None:
             layer.keep(key, plan)
-    y, batch = autograd.forward(plan, args)
+    y, batch = autograd.apply((plan, args), args.x, args.weight, args.bias, args.residual)
     return y, unpack(batch)
 
 

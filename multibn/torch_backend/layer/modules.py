@@ -12,7 +12,8 @@ from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import reference
-from multibn.torch_backend.layer import autograd, compiled, functional, validation
+from multibn.torch_backend._torch_private import is_exporting_or_tracing
+from multibn.torch_backend.layer import autograd, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import LOCAL, SyncNormBase
 from multibn.torch_backend.layer.step_statistics import step_statistics
@@ -168,7 +169,9 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         sharing, weighting = self.layer_communicator, self.weighting
         plan = sharing.plans.get(autograd.plan_key(args, weighting))
         if plan is not None:
-            return autograd.forward(plan, args)[0]
+            y: Tensor
+            y, _ = autograd.apply((plan, args), input, args.weight, args.bias, residual)
+            return y
         if input.is_meta or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
         return functional.forward(args, self.num_features, sharing, weighting=weighting)[0]
@@ -192,7 +195,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         by_batch = self.training or mean is None or var is None
         if by_batch and not self.training:
             layer_communicator = self.alone(input)
-            by_batch = not (mask is lengths is None and compiled.is_exporting_or_tracing())
+            by_batch = not (mask is lengths is None and is_exporting_or_tracing())
         where = validation.mask_of(input, mask, lengths, self.num_features, layer_communicator)
         if by_batch:
             args = self._as_input(input, residual, where)

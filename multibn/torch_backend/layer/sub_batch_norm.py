@@ -12,6 +12,7 @@ from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import reduced_axes
+from multibn.torch_backend._torch_private import is_exporting_or_tracing
 from multibn.torch_backend.layer import compiled, functional, validation
 from multibn.torch_backend.layer.autograd import (
     disable_dispatch_modes_in_recompute,
@@ -155,9 +156,7 @@ class _SubBatchNorm(SyncNormBase):
             weight = None if weight is None else weight.repeat(self.num_splits, 1)
             bias = None if bias is None else bias.repeat(self.num_splits, 1)
         # Without running statistics, exported programs use torch's own batch norm.
-        is_kept = part.running_mean is not None or (
-            not self.training and compiled.is_exporting_or_tracing()
-        )
+        is_kept = part.running_mean is not None or (not self.training and is_exporting_or_tracing())
         if is_kept and not part.training:
             kept = part.running_mean, part.running_var
             statistics = (None if v is None else v.view(channels) for v in kept)
