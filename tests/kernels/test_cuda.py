@@ -267,7 +267,8 @@ def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.Mon
     ):  # fmt: skip
         taken.clear()
         i = NormArgs(x, None, None, 1e-5, (0, 2, 3))
-        y, _ = autograd.forward(Plan(i, SingleProcess(), weighting="element"), i)
+        plan = Plan(i, SingleProcess(), weighting="element")
+        y, _ = autograd.apply((plan, i), i.x, i.weight, i.bias, i.residual)
         assert taken[0].shape == x.shape
         assert (taken[0].stride() == x.stride()) is is_taken
         assert is_taken or taken[0].is_contiguous()
