@@ -11,6 +11,7 @@ from chainer import links as L
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, list_obstacles, overridden
 from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization, check_link
 from multibn.communicators import CommunicatorLike
+from multibn.engine.running import is_running_statistic
 
 
 def create_mnbn_model(
@@ -128,5 +129,5 @@ def others(model: chainer.Link) -> dict[str, str]:
     return {
         path: f"{type(link).__module__}.{type(link).__qualname__}: it is no L.BatchNormalization"
         for path, link in model.namedlinks()
-        if not isinstance(link, kinds) and {"avg_mean", "avg_var"} & {*link._persistent}
+        if not isinstance(link, kinds) and any(map(is_running_statistic, link._persistent))
     }

@@ -6,6 +6,7 @@ momentum = 1/n at the n-th batch.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,16 @@ from multibn.communicators.handshake import allreduce_at
 from multibn.engine import masks
 from multibn.engine.statistics import BatchStatistics, Moments, total
 from multibn.kernels import NormArgs, Running, steps
+
+_NAMES = re.compile(r"(^|_)(running|moving|avg|ema|population)_(mean|var|variance|std)$")
+
+
+def is_running_statistic(name: str, /) -> bool:
+    """Whether arrays of this name are running statistics by convention, whoever made the layer.
+
+    running_var, escnn's regular_running_var, Chainer's avg_mean and Keras's moving_variance are.
+    """
+    return _NAMES.search(name) is not None
 
 
 def running_variance(

@@ -18,6 +18,7 @@ from multibn._typing import (
 )
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
+from multibn.engine.running import is_running_statistic
 from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import data_parallel, functional, validation
@@ -307,11 +308,7 @@ _PARAMETRIZED = (
 def _cannot_convert(layer: nn.Module) -> str | None:
     """The reason why `layer` cannot be synchronized, or None: it can, or has nothing to share."""
     if not isinstance(layer, _BatchNorm):
-        # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
-        never_shares = isinstance(layer, _NormBase) or "weight" in layer._buffers
-        has_statistics = "running_var" in layer._buffers  # alone in timm's EvoNorm2dB0
-        shares = has_statistics and not never_shares
-        return "it is not of torch's batch norm class" if shares else None
+        return "it is not of torch's batch norm class" if _has_running_statistics(layer) else None
     if "forward" in vars(layer):
         return "its `forward` was replaced on the instance. Convert the model before patching it"
     if isinstance(layer, SyncBatchRenormBase):
@@ -330,6 +327,21 @@ def _cannot_convert(layer: nn.Module) -> str | None:
             "model instead"
         )
     return None
+
+
+def _has_running_statistics(layer: nn.Module) -> bool:
+    """Whether a layer that is not torch's moves running statistics of its input."""
+    # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
+    if isinstance(layer, _NormBase) or "weight" in layer._buffers:
+        return False
+    state: dict[str, Any] = vars(layer) | layer._parameters | layer._buffers
+    fixed = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.requires_grad}
+    if "num_batches_tracked" in fixed or any(map(is_running_statistic, fixed)):
+        return True
+    vectors = [v.shape for v in fixed.values() if v.is_floating_point() and v.ndim == 1]
+    is_norm = hasattr(layer, "momentum") and (hasattr(layer, "eps") or hasattr(layer, "epsilon"))
+    has_pair = len(vectors) > len(set(vectors))  # of a mean and a variance, under any names
+    return bool(vectors and getattr(layer, "track_running_stats", is_norm and has_pair))
 
 
 def _cannot_revert(layer: SyncNormBase) -> str | None:

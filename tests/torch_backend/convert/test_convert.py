@@ -55,6 +55,17 @@ class EvoNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(3))
 
 
+def own(*names: str, **options: Any) -> nn.Module:
+    """A module of the user's own, with these options, a weight, and vectors as buffers."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(3))
+    for name in names:
+        module.register_buffer(name, torch.ones(3))
+    for name, value in options.items():
+        setattr(module, name, value)
+    return module
+
+
 class OwnSync(SyncBatchNorm):
     def forward(
         self, input: torch.Tensor, residual: torch.Tensor | None = None, **options: Any
@@ -180,6 +191,52 @@ def test_what_never_shares_is_not_named() -> None:
     before = list(model.modules())
     assert list(convert_sync_batchnorm(model, strict=True).modules()) == before
     assert model.absent is None
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        own("regular_running_var"),  # escnn's
+        own("running_mean"),
+        own("moving_mean", "moving_variance"),
+        own("avg_var"),
+        own(running_var=torch.ones(3)),  # no buffer
+        own(running_var=nn.Parameter(torch.ones(3), requires_grad=False)),
+        own(num_batches_tracked=torch.tensor(0)),
+        own("m", track_running_stats=True),
+        own("m", "v", momentum=0.1, eps=1e-5),
+        own("m", "v", momentum=0.1, epsilon=1e-3),
+    ],
+)
+def test_statistics_under_any_names_are_named(layer: nn.Module) -> None:
+    model = nn.Sequential(layer, nn.BatchNorm1d(3))
+    with pytest.raises(TypeError, match=r"^1 layer\(s\) .*: 0 \(torch.*Module: it is not of torch"):
+        convert_sync_batchnorm(model, strict=True)
+    assert type(model[1]) is nn.BatchNorm1d
+
+
+def quantized() -> list[nn.Module]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        observer = torch.ao.quantization.HistogramObserver()
+        fake = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
+    return [observer, fake]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+        torch.optim.swa_utils.AveragedModel(nn.Linear(3, 3)),
+        *quantized(),
+        own("embed", "embed_avg", "cluster_size", decay=0.99, eps=1e-5),  # a VQ-VAE's codebook
+        own("queue", momentum=0.999, eps=1e-6),  # of a momentum encoder
+        own("m", "v", track_running_stats=False, momentum=0.1, eps=1e-5),
+        own(track_running_stats=True, momentum=0.1, eps=1e-5),
+    ],
+)
+def test_other_buffers_are_no_running_statistics(layer: nn.Module) -> None:
+    convert_sync_batchnorm(nn.Sequential(layer, nn.BatchNorm1d(3)), strict=True)
 
 
 def unconvertible() -> dict[str, tuple[nn.Module, str]]:
