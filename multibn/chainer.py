@@ -7,4 +7,7 @@ from multibn.chainer_backend import FinetunePopulationStatistics as FinetunePopu
 from multibn.chainer_backend import MultiNodeBatchNormalization as MultiNodeBatchNormalization
 from multibn.chainer_backend import check_sync as check_sync
 from multibn.chainer_backend import create_mnbn_model as create_mnbn_model
+from multibn.chainer_backend import (
+    multi_node_batch_normalization as multi_node_batch_normalization,
+)
 from multibn.chainer_backend import step_statistics as step_statistics

@@ -12,5 +12,8 @@ from multibn.chainer_backend.convert import create_mnbn_model as create_mnbn_mod
 from multibn.chainer_backend.extensions import (
     FinetunePopulationStatistics as FinetunePopulationStatistics,
 )
+from multibn.chainer_backend.functional import (
+    multi_node_batch_normalization as multi_node_batch_normalization,
+)
 from multibn.chainer_backend.links import MultiNodeBatchNormalization as MultiNodeBatchNormalization
 from multibn.chainer_backend.step_statistics import step_statistics as step_statistics

@@ -17,6 +17,7 @@ from multibn.chainer_backend import (
     FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
     create_mnbn_model,
+    multi_node_batch_normalization,
 )
 from multibn.chainer_backend import check_sync as expect_in_sync  # not a check of its own
 from multibn.chainer_backend.links import LinkOptions
@@ -263,3 +264,50 @@ def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Commu
     link, x = MultiNodeBatchNormalization(C, world), _normal(world.rank, 4, C).astype("f")
     require.check_a_missing_core_on_rank_0(world.rank, lambda: link(x))
     assert link(x).shape == x.shape
+
+
+def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator) -> None:
+    """As Chainer's function on the data of all ranks: outputs, gradients, moving averages."""
+    whole, dys = (_normal(i, 3 * world.size, 6, 2) for i in (0, 1))
+    whole += 3.0 * np.arange(len(whole))[:, None, None]
+    mine = slice(3 * world.rank, 3 * world.rank + 3)
+    gammas = [chainer.Parameter(_normal(2, 6)) for _ in range(2)]
+    betas = [chainer.Parameter(_normal(3, 6)) for _ in range(2)]
+    averages = [(np.zeros(6), np.ones(6)) for _ in range(2)]
+    for part in (slice(6), slice(4), slice(0, 6, 2), slice(4)):
+        xs = chainer.Variable(whole[:, part].copy()), chainer.Variable(whole[mine, part].copy())
+        calls: Any = (
+            F.batch_normalization,
+            lambda *arrays, **options: multi_node_batch_normalization(*arrays, world, **options),
+        )
+        ys = []
+        for x, dy, call, gamma, beta, (mean, var) in zip(
+            xs, (dys, dys[mine]), calls, gammas, betas, averages, strict=True
+        ):
+            running = {"running_mean": mean[part], "running_var": var[part]}
+            gamma.cleargrad()
+            ys.append(call(x, gamma[part], beta[part], decay=0.7, **running))
+            ys[-1].grad = dy[:, part].copy()
+            ys[-1].backward()
+        np.testing.assert_allclose(ys[1].array, ys[0].array[mine], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(xs[1].grad, xs[0].grad[mine], rtol=1e-9, atol=1e-12)
+        mean_gradient = gammas[0].grad / world.size
+        of_all = world.allreduce(gammas[1].grad) / world.size
+        np.testing.assert_allclose(of_all, mean_gradient, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(averages[1], averages[0], rtol=1e-12)
+    arrays = [np.ones(6), np.zeros(6)]
+    for wrong, found in (
+        ({"running_mean": np.zeros(6)}, "the last two both or none: got `gamma`, `beta`, `running"),
+        ({"running_mean": np.zeros(6), "running_var": np.ones(4)}, "must have one shape, the last"),
+        ({"decay": 3}, r"`decay` must be in \[0, 1\]: got 3"),
+    ):
+        refused: dict[str, Any] = wrong
+        error = pytest.raises(ValueError, match=found)
+        others = pytest.raises(RuntimeError, match=r"was refused on rank\(s\) \[1\]")
+        with error if world.rank == 1 else others:
+            options = refused if world.rank == 1 else {}
+            multi_node_batch_normalization(whole[mine], *arrays, world, **options)
+    running: dict[str, Any] = {"running_mean": np.zeros(6), "running_var": np.ones(6)}
+    running["decay"] = 0.5 if world.rank == 1 else 0.9
+    with pytest.raises(ValueError, match=r"\[1\] with decay=0\.5"):
+        multi_node_batch_normalization(whole[mine], *arrays, world, **running)

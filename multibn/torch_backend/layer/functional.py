@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from multibn._typing import Nonfinite, Weighting
+from multibn._typing import Nonfinite, Weighting, check_number
 from multibn.communicators import (
     Communicator,
     CommunicatorLike,
@@ -19,7 +19,7 @@ from multibn.engine import statistics
 from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
-from multibn.kernels import reference, steps
+from multibn.kernels import Running, reference, steps
 from multibn.kernels.spec import unpack
 from multibn.options import NormOptions
 from multibn.torch_backend._torch_private import (
@@ -42,6 +42,9 @@ def sync_batch_norm(
     nonfinite: Nonfinite = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    momentum: float = 0.1,
 ) -> tuple[Tensor, BatchStatistics]:
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
@@ -62,6 +65,12 @@ def sync_batch_norm(
         As `SyncBatchNorm`.
     mask, lengths
         Which elements count, as in a call of `SyncBatchNorm`; None for all.
+    running_mean, running_var
+        Shape `(C,)`, updated in place like those of torch.nn.functional.batch_norm in training:
+        `running += momentum * (batch - running)`, with the unbiased variance of the whole batch. A
+        slice updates its part of a layer's buffer. None for no update; pass both or none.
+    momentum
+        The weight of this batch, from 0 to 1.
 
     Returns
     -------
@@ -74,9 +83,9 @@ def sync_batch_norm(
     ------
     TypeError, ValueError
         If `x` is not floating-point, or a DTensor with an unsupported placement, the shapes do not
-        fit, `mask` or `lengths` is not as above, `eps` is not a positive number, or `process_group`
-        is no communicator. ValueError if all ranks hold one value per channel together, or if a
-        mask leaves none.
+        fit, `mask` or `lengths` is not as above, `eps` is not a positive number, `momentum` is not
+        from 0 to 1, or `process_group` is no communicator. ValueError if all ranks hold one value
+        per channel together, or if a mask leaves none.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer, or if a backward pass may follow on some only.
@@ -102,29 +111,47 @@ def sync_batch_norm(
     >>> y, statistics = sync_batch_norm(x, eps=1e-12)
     >>> y.flatten(), statistics.mean.item()
     (tensor([-1.,  1.]), 2.0)
+
+    The first channel of a layer with two, as in a slimmable network:
+
+    >>> layer = torch.nn.BatchNorm1d(2)
+    >>> running = {"running_mean": layer.running_mean[:1], "running_var": layer.running_var[:1]}
+    >>> y, _ = sync_batch_norm(x, layer.weight[:1], layer.bias[:1], **running)
+    >>> layer.running_mean
+    tensor([0.2000, 0.0000])
     """
     options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
     compared: dict[str, object] = {"nonfinite": nonfinite}
+    running = None
     group = as_communicator(process_group)
     communicator = LayerCommunicator(
         group, lambda: "sync_batch_norm", options=lambda: compared, is_function=True
     )
     try:
         options.check()
-        num_channels = _channels_of(weight, bias)
+        check_number("momentum", momentum, "[0, 1]")
+        stats = {"running_mean": running_mean, "running_var": running_var}
+        num_channels = _channels_of({"weight": weight, "bias": bias} | stats)
+        if running_mean is not None and running_var is not None:
+            running = Running(running_mean, running_var, momentum)
+        elif running_mean is not running_var:
+            raise ValueError(
+                "`running_mean` and `running_var` must both be tensors, or both None: got one."
+            )
     except (TypeError, ValueError) as error:
         validation.raise_on_all_ranks(error, x, None, communicator)
-    compared |= vars(options)
+    compared |= vars(options) | {"momentum": running and momentum}
     mask = validation.mask_of(x, mask, lengths, num_channels, communicator)
-    args = NormArgs(x, weight, bias, eps, validation.non_channel_axes(x), mask=mask)
+    axis = validation.non_channel_axes(x)
+    args = NormArgs(x, weight, bias, eps, axis, mask=mask, running=running)
     y, batch = forward(args, num_channels, communicator, weighting=weighting)
     return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
 
 
-def _channels_of(weight: Any, bias: Any) -> int | None:
-    """The channels of the parameters; None if there are no parameters."""
+def _channels_of(tensors: dict[str, Any]) -> int | None:
+    """Return the number of channels of parameters and running statistics; None if all are None."""
     shapes = []
-    for name, p in (("weight", weight), ("bias", bias)):
+    for name, p in tensors.items():
         if p is None:
             continue
         if not isinstance(p, Tensor):
@@ -132,7 +159,8 @@ def _channels_of(weight: Any, bias: Any) -> int | None:
         validation.check_dense(f"`{name}`", p)
         shapes.append(tuple(p.shape))
     if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
-        raise ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
+        names = " and ".join(f"`{name}`" for name, p in tensors.items() if p is not None)
+        raise ValueError(f"{names} must have the same shape (C,): got {shapes}.")
     return shapes[0][0] if shapes else None
 
 

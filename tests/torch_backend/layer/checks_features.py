@@ -258,3 +258,39 @@ def check_sharded_models_train_like_one_process(world: Communicator) -> None:
     buffers = dict(whole.named_buffers())
     for name, buffer in net.named_buffers():
         torch.testing.assert_close(buffer, buffers[name.removeprefix("_fsdp_wrapped_module.")])
+
+
+def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator) -> None:
+    """As torch's function on the data of all ranks: the slices of once-for-all networks."""
+    parts = [x + 3 * rank for rank, x in enumerate(_parts(world, 3, 8, 2))]
+    expected, layer = nn.BatchNorm1d(8).double(), nn.BatchNorm1d(8).double()
+    for part in (slice(8), slice(4), slice(0, 8, 2), slice(5, 6), slice(4)):
+        x = parts[world.rank][:, part].clone().requires_grad_()
+        whole = torch.cat([x[:, part] for x in parts])
+        mean, var = expected.running_mean[part], expected.running_var[part]
+        y = nn.functional.batch_norm(whole, mean, var, training=True, momentum=0.3)
+        of_layer = {
+            "running_mean": layer.running_mean[part],
+            "running_var": layer.running_var[part],
+        }
+        found, _ = sync_batch_norm(x, process_group=world, momentum=0.3, **of_layer)
+        found.sum().backward()
+        torch.testing.assert_close(found, y[3 * world.rank :][:3], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()))
+    own = {"running_mean": torch.zeros(8), "running_var": torch.ones(8)}
+    message = r"with momentum=0\.1; .*\[1\] with momentum=0\.2"
+    for options in ({"momentum": 0.2} | own, {}):  # of rank 1
+        with pytest.raises(ValueError, match=message if options else r"with momentum=None"):
+            sync_batch_norm(parts[0], process_group=world, **(options if world.rank == 1 else own))
+    narrow: Any = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
+    for wrong in ({"running_var": None}, {"momentum": 2}, {"running_var": torch.ones(7)}):
+        refused: Any = narrow | wrong
+        error = pytest.raises(
+            ValueError, match=r"`(running_mean` and `running_var|momentum)` must "
+        )
+        others = pytest.raises(RuntimeError, match=r"was refused on rank\(s\) \[1\]")
+        with error if world.rank == 1 else others:
+            sync_batch_norm(
+                parts[0][:, :4], process_group=world, **(refused if world.rank == 1 else narrow)
+            )
+    sync_batch_norm(parts[0][:, :4], process_group=world, **narrow)  # all is well

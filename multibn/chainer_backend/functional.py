@@ -1,0 +1,103 @@
+"""Multi-node batch normalization as a function of arrays, for links of the user's own."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import chainer
+import numpy as np
+
+from multibn._typing import Array, Nonfinite, Weighting, check_number
+from multibn.chainer_backend import functions
+from multibn.communicators import CommunicatorLike, as_communicator
+from multibn.communicators.layer_communicator import LayerCommunicator
+from multibn.engine import statistics
+from multibn.engine.plan import NormArgs
+from multibn.kernels import Running
+from multibn.options import NormOptions
+
+
+def multi_node_batch_normalization(
+    x: Any,
+    gamma: Any,
+    beta: Any,
+    comm: CommunicatorLike = None,
+    *,
+    eps: float = 2e-5,
+    running_mean: Array | None = None,
+    running_var: Array | None = None,
+    decay: float = 0.9,
+    axis: tuple[int, ...] | None = None,
+    weighting: Weighting = "element",
+    nonfinite: Nonfinite = None,
+    mask: Array | None = None,
+    lengths: Array | None = None,
+) -> chainer.Variable:
+    """Normalize `x` by the statistics of the batch of all ranks, as F.batch_normalization does.
+
+    Collective: every rank of `comm` must call it, and must run the backward pass if any rank does.
+    For links that call chainer.functions.batch_normalization themselves, on slices for example.
+
+    Parameters
+    ----------
+    x
+        A Variable or an array of shape `(N, *channels, *spatial)`.
+    gamma, beta
+        Variables or arrays of the shape of the channels.
+    running_mean, running_var
+        Arrays of that shape, updated in place; slices update their part of a link's `avg_mean` and
+        `avg_var`. `running_var` gets the unbiased variance of the whole batch. None for no update;
+        pass both or none.
+    comm, eps, decay, axis, weighting, nonfinite, mask, lengths
+        As `MultiNodeBatchNormalization` and its calls.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes do not fit, or an option is out of range. RuntimeError then on the other ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.chainer import MultiNodeBatchNormalization, multi_node_batch_normalization
+    >>> link = MultiNodeBatchNormalization(2)
+    >>> running = {"running_mean": link.avg_mean[:1], "running_var": link.avg_var[:1]}
+    >>> x = np.asarray([[1.0], [3.0]], "f")
+    >>> y = multi_node_batch_normalization(x, link.gamma[:1], link.beta[:1], **running)
+    >>> print(y.array.ravel().round(3), link.avg_mean)
+    [-1.  1.] [0.2 0. ]
+    """
+    options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
+    compared: dict[str, object] = {"nonfinite": nonfinite}
+    communicator = LayerCommunicator(
+        as_communicator(comm), lambda: "multi_node_batch_normalization", options=lambda: compared
+    )
+    given = {"running_mean": running_mean, "running_var": running_var}
+    given = {"gamma": gamma, "beta": beta} | {k: v for k, v in given.items() if v is not None}
+    channels = np.shape(chainer.as_array(gamma))
+    try:
+        options.check()
+        check_number("decay", decay, "[0, 1]")
+        shapes = [np.shape(chainer.as_array(v)) for v in given.values()]
+        if len(set(shapes)) > 1 or len(given) == 3:
+            names = ", ".join(f"`{name}`" for name in given)
+            raise ValueError(
+                "`gamma`, `beta`, `running_mean` and `running_var` must have one shape, the last "
+                f"two both or none: got {names} of shapes {shapes}."
+            )
+    except (TypeError, ValueError) as error:
+        like = chainer.as_array(x)
+        statistics.refuse(communicator, math.prod(channels), like=like, error=error)
+        raise
+    running = Running(running_mean, running_var, 1.0 - decay) if len(given) == 4 else None
+    compared |= vars(options) | {"decay": running and decay}
+    reduced, mask = functions.check_input(
+        x, channels, axis, communicator, mask=mask, lengths=lengths
+    )
+    args = NormArgs(x, gamma, beta, eps, reduced, mask=mask)
+    link = SimpleNamespace(layer_communicator=communicator, weighting=weighting)
+    plan = functions.prepare(args, link, finetune=False)
+    if not chainer.config.in_recomputing:  # by F.forget
+        args = args._replace(running=running)
+    (y,) = functions.BatchNormalization(plan, args).apply([getattr(args, k) for k in plan.given])
+    return y
