@@ -132,7 +132,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _names(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f'--names {path} must be a file with a JSON object, {{"old": "new"}}: {error}'
         ) from error

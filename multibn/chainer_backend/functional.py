@@ -60,7 +60,7 @@ def multi_node_batch_normalization(
     --------
     >>> import numpy as np
     >>> from multibn.chainer import MultiNodeBatchNormalization, multi_node_batch_normalization
-    >>> link = MultiNodeBatchNormalization(2)
+    >>> link = MultiNodeBatchNormalization(2, None)
     >>> running = {"running_mean": link.avg_mean[:1], "running_var": link.avg_var[:1]}
     >>> x = np.asarray([[1.0], [3.0]], "f")
     >>> y = multi_node_batch_normalization(x, link.gamma[:1], link.beta[:1], **running)

@@ -1,4 +1,4 @@
-"""Steps that take turns, so that other load on the machine slows all of them alike."""
+"""Interleaved timing, so that other load on the machine slows all candidates equally."""
 
 import gc
 import time

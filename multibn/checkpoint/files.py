@@ -28,7 +28,10 @@ FRAMEWORKS = {
 # Names that mean something else to the library that writes a file.
 _RESERVED = {".npz": {"file", "allow_pickle"}, ".safetensors": {"__metadata__"}}
 
-_HDF5 = "HDF5 is not read: load the file in Chainer by load_hdf5, and save it by save_npz."
+_HDF5 = (
+    "HDF5 is not supported: load the file with chainer.serializers.load_hdf5, and save it with "
+    "save_npz."
+)
 
 # Arrays of zeros compress a thousandfold, so a small file may hold much more than its size. A file
 # that declares more than these limits is refused: it may be an attack that fills the memory.
@@ -46,7 +49,7 @@ class CheckpointError(ValueError):
     ...     convert("model.npz", "model.pt")
     ... except CheckpointError as error:
     ...     print(error)
-    model.npz: no such file. Check the path.
+    model.npz: no such file. Pass the path of a checkpoint file.
     """
 
 
@@ -62,7 +65,11 @@ def framework(path: Path, asked: str | None = None) -> str:
             )
         return asked
     if suffix not in FRAMEWORKS:
-        advice = "Rename the file: the suffix says the format, .npz of Chainer's snapshots."
+        advice = (
+            "The suffix says the format: rename the file. A snapshot of Chainer's trainer needs "
+            f"{path.name}.npz, and then `prefix` 'updater/model:main' (--prefix "
+            "updater/model:main), which selects the model."
+        )
         raise CheckpointError(
             f"{path}: the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. "
             f"{_HDF5 if suffix in ('.h5', '.hdf5') else advice}"
@@ -75,7 +82,10 @@ def read(path: Path, prefix: str, asked: str | None = None) -> dict[str, Any]:
     readers = {"chainer": _read_npz, "torch": _read_torch, "flax": _read_flax}
     reader = readers[framework(path, asked)]
     if not os.path.isfile(path):
-        raise CheckpointError(f"{path}: no such file. Check the path.")
+        kind = "no such file"
+        if os.path.exists(path):
+            kind = "a folder" if os.path.isdir(path) else "not a regular file (a pipe, for example)"
+        raise CheckpointError(f"{path}: {kind}. Pass the path of a checkpoint file.")
     try:
         with path.open("rb") as file:
             if file.read(4) == b"\x89HDF":
@@ -88,10 +98,10 @@ def read(path: Path, prefix: str, asked: str | None = None) -> dict[str, Any]:
     except Exception as error:  # parsers raise any exception for invalid bytes
         raise CheckpointError(
             f"{path}: cannot be read as {path.suffix} ({error!r:.200}), and nothing was executed: "
-            "it is damaged, has another format, or holds Python objects that are no arrays. Copy "
+            "it is damaged, in another format, or contains Python objects other than arrays. Copy "
             "it again from where it was saved, select the model alone with `prefix`, or save "
-            "`model.state_dict()` again. Chainer pickles parameters that are not initialised: call "
-            "the model once on data before."
+            "`model.state_dict()` again. Chainer pickles uninitialized parameters: call the model "
+            "once on data before saving."
         ) from error
 
 
@@ -101,8 +111,8 @@ def write(path: Path, state: Mapping[str, Any], asked: str | None = None) -> Non
         state = flax_variables.with_collections(state)
     if taken := sorted(_RESERVED.get(path.suffix.lower(), set()) & state.keys()):
         raise CheckpointError(
-            f"{path}: no array of a {path.suffix} file can have the name {taken[0]!r}. Give it "
-            "another one by `names`."
+            f"{path}: {taken[0]!r} is a reserved name in {path.suffix} files. Rename this array by "
+            "`names`."
         )
     real = Path(os.path.realpath(path))
     if not real.parent.is_dir():
@@ -117,6 +127,8 @@ def write(path: Path, state: Mapping[str, Any], asked: str | None = None) -> Non
         if real.exists():
             shutil.copymode(real, temporary)
         os.replace(temporary, real)
+    except OSError as error:  # it names the temporary file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -131,8 +143,8 @@ def array_of(values: Mapping[str, Any], key: str) -> Any:
     if not (is_real and is_dense and is_there) or getattr(dtype, "itemsize", 9) > 8:
         raise CheckpointError(
             f"{key!r:.99} must be a dense array or tensor of real numbers of at most 8 bytes: got "
-            f"{dtype or type(value).__name__}. Select the model alone with `prefix`; name a file "
-            "of NumPy .npz and one of torch .pt."
+            f"{dtype or type(value).__name__}. Select only the model with `prefix`; use the "
+            "suffix .npz for NumPy's files and .pt for torch's."
         )
     return value
 
@@ -149,7 +161,8 @@ def to_numpy(values: Mapping[str, Any], key: str) -> Array:
         array = np.asarray(value)
     except (TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{key!r:.99} must be dense and of a dtype of NumPy: {error}. Save it as such."
+            f"{key!r:.99} must be dense and have a dtype that NumPy supports: {error}. Convert it "
+            "before saving."
         ) from error
     return array_of({key: array}, key)  # NumPy's dtypes say whether numbers are real
 
@@ -166,7 +179,7 @@ def _check_alone(models: set[str]) -> None:
 def _select(
     values: Mapping[str, Any], prefix: str, separator: str, asked: str = ""
 ) -> dict[str, Any]:
-    """The arrays or tensors below `prefix`, the rest of what was `asked` for, without `prefix`."""
+    """Select the keys below `prefix`, and strip it; `asked` is the full prefix, for errors."""
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: array_of(values, key) for key in values if key.startswith(start)}
     if not selected:
@@ -178,8 +191,8 @@ def _select(
         above = asked.removesuffix(prefix).rstrip(separator)
         top = f" in {above!r}" if above else " at the top"
         raise CheckpointError(
-            f"no key is below `prefix` {asked or prefix!r}: found {found}{'' if near else top}. "
-            "Pass another `prefix`, or none."
+            f"no key starts with the prefix {asked or prefix!r}: found {found}{'' if near else top}"
+            ". Pass another `prefix`, or none."
         )
     return selected
 
@@ -187,9 +200,9 @@ def _select(
 def _check_expansion(size: int, path: Path) -> None:
     if size > max(_ALWAYS_ALLOWED, _MAX_EXPANSION * path.stat().st_size):
         raise CheckpointError(
-            f"declares {size} bytes in a file of {path.stat().st_size}, and must declare at most "
-            f"{_MAX_EXPANSION} times as many: it would fill the memory. Save the file "
-            "uncompressed if you trust it."
+            f"decompresses to {size} bytes, more than {_MAX_EXPANSION} times its file size "
+            f"({path.stat().st_size}), and may be a decompression bomb. If you trust the file, "
+            "save it uncompressed."
         )
 
 
@@ -209,7 +222,7 @@ def _check_archive(path: Path) -> None:
             for member in members
         )
         if not is_sound or archive.testzip():
-            raise zipfile.BadZipFile("a member is hidden, damaged, or no file, stored or deflated")
+            raise zipfile.BadZipFile("the archive has hidden, damaged or unsupported members")
 
 
 def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
@@ -252,7 +265,7 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
         storage = t.untyped_storage() if is_plain else None
         if storage is None or storage.nbytes() != sizes.get(storage.data_ptr(), 0):
             raise CheckpointError(
-                f"{key!r:.99} must be a tensor whose numbers are all in the file: got "
+                f"{key!r:.99} must be a tensor whose data is stored in the file: got "
                 f"{type(t).__name__} of memory that the file does not write. Save "
                 "`model.state_dict()` again."
             )
@@ -287,7 +300,7 @@ def _read_flax(path: Path, prefix: str) -> dict[str, Any]:
 def _unpickled(path: Path) -> tuple[Any, dict[int, int]]:
     """What torch.load finds, and the sizes of the file's storages by their addresses.
 
-    A pickle may also ask for memory that nobody has written, by a tensor's constructor.
+    A malicious pickle can construct tensors on uninitialized memory.
     """
     import torch
 
@@ -300,7 +313,7 @@ def _unpickled(path: Path) -> tuple[Any, dict[int, int]]:
 
         def keep(storage: Any, _: str) -> Any:
             own.append(torch.tensor((), dtype=torch.uint8, device="cpu").set_(storage))
-            if not is_zip:  # numbers come last there, of those storages that a list names
+            if not is_zip:  # legacy format: the storages' data follows the pickle
                 own[-1].fill_(byte)
             return storage
 

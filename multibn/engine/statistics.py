@@ -207,8 +207,8 @@ def refuse(
 
 
 def not_floating(x: Array) -> TypeError:
-    """The error for an input of another dtype."""
-    return TypeError(
-        f"the input must be of a real floating-point dtype: got {x.dtype}. "
-        "Convert it first, to float32 for example."
-    )
+    """Return the error for an input of another dtype."""
+    cure = "Convert it first, to float32 for example."
+    if ".q" in str(x.dtype):  # torch.quint8
+        cure = "Call revert_sync_batchnorm on the model before you quantize it."
+    return TypeError(f"the input must be of a real floating-point dtype: got {x.dtype}. {cure}")

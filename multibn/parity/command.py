@@ -14,7 +14,7 @@ from multibn.communicators import SingleProcess
 from multibn.parity import devices
 from multibn.parity.cases import CASES, select
 from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
-from multibn.parity.pair import find, pair
+from multibn.parity.pair import find, load_pair
 from multibn.parity.worker import SURFACES, Error
 
 # The modules that surfaces and communicators need.
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             wanted = "--model must be MODULE:FUNCTION, found from this folder"
             why = f"{type(error).__name__}: {error}"
             raise ValueError(f"{wanted}: got {args.model!r} ({why}).") from error
-        _, _, x, _ = pair(args.model, SingleProcess())
+        _, _, x, _ = load_pair(args.model, SingleProcess())
         if sizes[-1] > len(x):  # many functions of Chainer refuse an empty batch
             raise ValueError(
                 f"--ranks must be {len(x)} or less, the samples of the example input of "
@@ -134,7 +134,7 @@ def launch(over: str, size: int, surfaces: Iterable[str], **options: Any) -> lis
     able = [surface for surface, reason in absent.items() if not reason]
     try:
         if able:
-            function, ranks_of = "multibn.parity.pair.models", (over, size)
+            function, ranks_of = "multibn.parity.pair.compare_models", (over, size)
             variables = None
             if able == ["flax"]:  # devices of one process
                 function, ranks_of = "multibn.parity.devices.measure", ("single process", 1)
@@ -164,7 +164,8 @@ def judge(errors: Sequence[Error]) -> tuple[str, str]:
     broken = {(e.case, e.text): e for e in sorted(errors) if e.ratio > 1}
     for e in broken.values():
         numbers = f"{e.error:.0e} in {e.quantity}, bound {e.bound:.0e}"
-        lines.append(f"    {e.case}: {e.text or numbers}")
+        where = f"; the first layer whose output differs is {e.layer}" if e.layer else ""
+        lines.append(f"    {e.case}: {e.text or numbers}{where}")
     return verdict, "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -16,37 +17,37 @@ from multibn.parity.oracle import Array
 from multibn.parity.worker import Arrays, Chainer, Error, Torch
 
 # Bounds of models, wider than those of single layers: rounding errors grow with depth.
-OF_MODELS = {
+MODEL_BOUNDS = {
     "float32": {"y": 1e-4, "dx": 1e-3, "eval": 1e-4},
     "float64": {"y": 1e-10, "dx": 1e-9, "eval": 1e-10},
 }
 
 
-def models(communicator: Communicator, path: str) -> list[Error]:
+def compare_models(communicator: Communicator, path: str) -> list[Error]:
     """The errors of a pair of the user's models, which "module:function" returns. Collective.
 
     Each rank has a part of the example input, and batch normalization is synchronized; alone, the
     models get the whole input. Where options of layers differ, these are the errors.
     """
-    torch_model, chainer_model, x, unlike = pair(path)
+    torch_model, chainer_model, x, unlike = load_pair(path)
     if unlike:
         return unlike
-    alone = _steps(torch_model, chainer_model, x)
-    torch_model, chainer_model, *_ = pair(path, communicator)
+    alone, first_alone = _steps(torch_model, chainer_model, x)
+    torch_model, chainer_model, *_ = load_pair(path, communicator)
     indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
-    shared = _steps(torch_model, chainer_model, x[indices])
+    shared, first_shared = _steps(torch_model, chainer_model, x[indices])
     errors = []
-    for name, bound in OF_MODELS[x.dtype.name].items():
+    for name, bound in MODEL_BOUNDS[x.dtype.name].items():
         torchs, chainers = (arrays[name] for arrays in alone)
         of_torch, of_chainer = (arrays[name] for arrays in shared)
-        for case, got, right in (
-            ("torch and chainer alone", torchs, chainers),
-            ("torch and chainer on ranks", of_torch, of_chainer),
-            ("torch alone and on ranks", of_torch, torchs[indices]),
-            ("chainer alone and on ranks", of_chainer, chainers[indices]),
+        for case, got, right, layer in (
+            ("torch and chainer alone", torchs, chainers, first_alone),
+            ("torch and chainer on ranks", of_torch, of_chainer, first_shared),
+            ("torch alone and on ranks", of_torch, torchs[indices], ""),
+            ("chainer alone and on ranks", of_chainer, chainers[indices], ""),
         ):
             error = oracle.relative_error(got, right, chainers)
-            errors.append(Error(error / bound, error, bound, name, case, "models"))
+            errors.append(Error(error / bound, error, bound, name, case, "models", "", layer))
     return errors
 
 
@@ -63,7 +64,7 @@ def find(path: str) -> Callable[[], Any]:
     return cast(Callable[[], Any], found)
 
 
-def pair(
+def load_pair(
     path: str, communicator: Communicator | None = None
 ) -> tuple[Any, Any, Array, list[Error]]:
     """The user's models, their input, and the errors of their options.
@@ -78,11 +79,11 @@ def pair(
     # isort: split
     from chainer import links as L
 
-    torch_model, chainer_model, x = _made(path, function)
+    torch_model, chainer_model, x = _call_factory(path, function)
     _set_ranks(path, torch_model, chainer_model, SingleProcess())
     _check_call(f"the torch model of {path}", Torch(torch_model), x)
     _check_call(f"the Chainer model of {path}", Chainer(chainer_model), x)
-    if unlike := list(_unlike(torch_model, chainer_model)):
+    if unlike := list(_option_differences(torch_model, chainer_model)):
         return torch_model, chainer_model, x, unlike
     _load(path, torch_model, chainer_model)
     if communicator is not None:
@@ -102,7 +103,7 @@ def pair(
     return torch_model, chainer_model, x, []
 
 
-def _made(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Array]:
+def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Array]:
     """The pair and the example input that the user's function returns; raises for anything else."""
     import chainer
     import torch
@@ -131,7 +132,7 @@ def _made(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Array]:
         raise ValueError(
             f"{path} must return a model without a loss: got an L.Classifier. Return its predictor."
         )
-    if x.dtype.name not in OF_MODELS:
+    if x.dtype.name not in MODEL_BOUNDS:
         raise ValueError(f"the example input must be float32 or float64: got {x.dtype} of {path}.")
     if len(x) < 3:  # two become 1 and -1, and dx is 0
         raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
@@ -193,7 +194,7 @@ def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communica
             )
 
 
-def _unlike(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
+def _option_differences(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
     """An error for each pair of layers of one name whose options differ."""
     links = {path[1:].replace("/", "."): link for path, link in chainer_model.namedlinks()}
     for name, layer in torch_model.named_modules():
@@ -217,10 +218,59 @@ def _unlike(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
                 yield Error(math.inf, math.inf, 0.0, option, name, "models", text)
 
 
-def _steps(torch_model: Any, chainer_model: Any, x: Array) -> list[Arrays]:
-    """A step of training and an evaluation of each model."""
+def _steps(torch_model: Any, chainer_model: Any, x: Array) -> tuple[list[Arrays], str]:
+    """Return each model's arrays of a training step and an evaluation; and, see `_first_layer`."""
     surfaces: tuple[Any, ...] = Torch(torch_model), Chainer(chainer_model)
-    return [
-        dict(zip(("y", "dx", "eval"), (*surface.train(x), surface.evaluate(x)), strict=True))
-        for surface in surfaces
-    ]
+    arrays, outputs = [], []
+    for surface, recorded in zip(surfaces, (_torch_outputs, _chainer_outputs), strict=True):
+        with recorded(torch_model, chainer_model) as of_layers:
+            y, dx = surface.train(x)
+        outputs.append(of_layers)
+        arrays.append({"y": y, "dx": dx, "eval": surface.evaluate(x)})
+    return arrays, _first_layer(*outputs, MODEL_BOUNDS[x.dtype.name]["y"])
+
+
+def _first_layer(of_torch: Arrays, of_chainer: Arrays, bound: float) -> str:
+    """Return the first layer, in the order of calls, whose output differs by more than `bound`."""
+    differing = (
+        name
+        for name, y in of_torch.items()
+        if name in of_chainer and oracle.relative_error(y, of_chainer[name]) > bound
+    )
+    return next(differing, "")
+
+
+@contextmanager
+def _torch_outputs(model: Any, _: Any) -> Iterator[Arrays]:
+    """Record the output of each layer's first call, by the layer's name, but not the model's."""
+    outputs: Arrays = {}
+
+    def record(name: str) -> Callable[[Any, Any, Any], None]:
+        def hook(_layer: Any, _args: Any, y: Any) -> None:
+            if hasattr(y, "detach"):
+                outputs.setdefault(name, y.detach().numpy().copy())
+
+        return hook
+
+    named = [(name, layer) for name, layer in model.named_modules() if name]
+    hooks = [layer.register_forward_hook(record(name)) for name, layer in named]
+    yield outputs
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def _chainer_outputs(_: Any, model: Any) -> Iterator[Arrays]:
+    """Record as `_torch_outputs`."""
+    from chainer import LinkHook
+
+    outputs: Arrays = {}
+    names = {id(link): path[1:].replace("/", ".") for path, link in model.namedlinks()}
+
+    class Recorder(LinkHook):
+        def forward_postprocess(self, args: Any) -> None:
+            if hasattr(args.out, "array"):
+                outputs.setdefault(names.get(id(args.link), ""), args.out.array.copy())
+
+    with Recorder():
+        yield outputs

@@ -32,6 +32,7 @@ class Error(NamedTuple):
     case: str
     surface: str
     text: str = ""  # of an option that differs, whose error is infinite
+    layer: str = ""  # the first layer whose output differs
 
 
 class Torch:

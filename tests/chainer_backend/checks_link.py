@@ -268,6 +268,7 @@ def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Commu
 
 def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator) -> None:
     """As Chainer's function on the data of all ranks: outputs, gradients, moving averages."""
+    normalize: Any = multi_node_batch_normalization
     whole, dys = (_normal(i, 3 * world.size, 6, 2) for i in (0, 1))
     whole += 3.0 * np.arange(len(whole))[:, None, None]
     mine = slice(3 * world.rank, 3 * world.rank + 3)
@@ -278,7 +279,7 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
         xs = chainer.Variable(whole[:, part].copy()), chainer.Variable(whole[mine, part].copy())
         calls: Any = (
             F.batch_normalization,
-            lambda *arrays, **options: multi_node_batch_normalization(*arrays, world, **options),
+            lambda *arrays, **options: normalize(*arrays, world, **options),
         )
         ys = []
         for x, dy, call, gamma, beta, (mean, var) in zip(
@@ -306,8 +307,8 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
         others = pytest.raises(RuntimeError, match=r"was refused on rank\(s\) \[1\]")
         with error if world.rank == 1 else others:
             options = refused if world.rank == 1 else {}
-            multi_node_batch_normalization(whole[mine], *arrays, world, **options)
-    running: dict[str, Any] = {"running_mean": np.zeros(6), "running_var": np.ones(6)}
-    running["decay"] = 0.5 if world.rank == 1 else 0.9
+            normalize(whole[mine], *arrays, world, **options)
+    moved: dict[str, Any] = {"running_mean": np.zeros(6), "running_var": np.ones(6)}
+    moved["decay"] = 0.5 if world.rank == 1 else 0.9
     with pytest.raises(ValueError, match=r"\[1\] with decay=0\.5"):
-        multi_node_batch_normalization(whole[mine], *arrays, world, **running)
+        normalize(whole[mine], *arrays, world, **moved)

@@ -24,8 +24,8 @@ NEEDS = "torch"
 
 BEFORE = b"what was there before"
 DAMAGED = (
-    r"cannot be read as \.(npz|pt) \(BadZipFile\('a member is hidden, damaged, or no file, stored "
-    r"or deflated'\)\), and nothing was executed: it is damaged, .*\. Copy it again"
+    r"cannot be read as \.(npz|pt) \(BadZipFile\('the archive has hidden, damaged or unsupported m"
+    r"embers'\)\), and nothing was executed: it is damaged, .*\. Copy it again"
 )
 
 
@@ -69,7 +69,7 @@ def refused(source: Path, message: str, **options: Any) -> None:
 
 def test_uninitialised_parameters_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **(arrays() | {"fc/W": np.asarray(None)}))
-    refused(tmp_path / "a.npz", r"Python objects that are no arrays\. .* Chainer pickles param")
+    refused(tmp_path / "a.npz", r"Python objects other than arrays\. .* Chainer pickles unin")
 
 
 def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
@@ -80,8 +80,10 @@ def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
     message = r"holds more than a model: pass `prefix`, '{0}' \(--prefix {0}\)\."
     refused(tmp_path / "a.npz", message.format("updater/model:main"))
     refused(tmp_path / "a.npz", "'LogReport/_log'|bytes: got <U2. Select", prefix="extensions")
-    refused(tmp_path / "a.npz", "Python objects that are", prefix="updater/iterator:main")
-    refused(tmp_path / "a.npz", r"no key is below `prefix` 'x': found 'extensions', ", prefix="x")
+    refused(tmp_path / "a.npz", "Python objects other", prefix="updater/iterator:main")
+    refused(
+        tmp_path / "a.npz", r"no key starts with the prefix 'x': found 'extensions', ", prefix="x"
+    )
     for prefix in ("updater/model:main", "updater/model:main/"):
         state = convert(tmp_path / "a.npz", tmp_path / "a.pt", prefix=prefix).state
         assert "bn.running_mean" in state
@@ -96,13 +98,15 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
     refused(tmp_path / "b.pt", r"pass `prefix`, 'ema' or 'model' \(--prefix ema\)")
     torch.save({"model": {"steps": 3}}, tmp_path / "b.pt")
     refused(tmp_path / "b.pt", "'model' must be a dense array or tensor of real .*: got dict. Sel")
-    refused(tmp_path / "a.pt", "below `prefix` 'modle': found 'epoch', 'model'", prefix="modle")
+    refused(
+        tmp_path / "a.pt", "starts with the prefix 'modle': found 'epoch', 'model'", prefix="modle"
+    )
     refused(tmp_path / "a.pt", "a dict of tensors by name: got dict", prefix="optimizer.state")
     torch.save({"all": {"model": model}, "epoch": 3}, tmp_path / "a.pt")
     torch.save({"all": {"model": {}}}, tmp_path / "b.pt")
-    message = r"below `prefix` 'all\.model': found no key in 'all\.model'\. Pass another"
+    message = r"starts with the prefix 'all\.model': found no key in 'all\.model'\. Pass another"
     refused(tmp_path / "b.pt", message, prefix="all.model")
-    message = r"below `prefix` 'all\.model\.x': found 'bn', .* in 'all\.model'"
+    message = r"starts with the prefix 'all\.model\.x': found 'bn', .* in 'all\.model'"
     refused(tmp_path / "a.pt", message, prefix="all.model.x")
     for prefix in ("all.model", "all.model."):
         state = convert(tmp_path / "a.pt", tmp_path / "a.npz", prefix=prefix).state
@@ -121,7 +125,10 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
     [
         (torch.eye(2).to_sparse(), "a dense array or tensor of real numbers of at most 8 bytes"),
         (torch.zeros(2, device="meta"), "a dense array or tensor of real numbers of at most 8 b"),
-        (torch.zeros(2, 2).to(torch.float8_e5m2), r"dense and of a dtype of NumPy: .* Save it"),
+        (
+            torch.zeros(2, 2).to(torch.float8_e5m2),
+            r"dense and have a dtype that NumPy supports: .* Conv",
+        ),
         (torch.zeros(2, dtype=torch.complex64), "a dense array or tensor of real .*: got comp"),
     ],
     ids=["sparse", "meta", "float8", "complex"],
@@ -214,9 +221,7 @@ def test_memory_that_a_file_does_not_write_is_refused(
 ) -> None:
     state = tensors() | {"fc.weight": made}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
-    refused(
-        tmp_path / "a.pt", r"'fc\.weight' must be a tensor whose numbers are all in the file: g"
-    )
+    refused(tmp_path / "a.pt", r"'fc\.weight' must be a tensor whose data is stored in the file: g")
 
 
 def test_a_storage_that_an_old_file_does_not_fill_is_refused(tmp_path: Path) -> None:
@@ -234,10 +239,10 @@ def test_archives_that_would_fill_the_memory_are_refused(
     make(tmp_path / "a.npz", {"fc/W": np.zeros((1000, 1000))})
     refused(
         tmp_path / "a.npz",
-        r"declares 8000128 bytes in a file of \d+, and must declare at most 100 times",
+        r"decompresses to 8000128 bytes, more than 100 times its file size \(\d+\)",
     )
     torch.save({"fc.weight": torch.zeros(1).expand(1000, 1000)}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", "declares 4000000 bytes")
+    refused(tmp_path / "a.pt", "decompresses to 4000000 bytes")
 
 
 def test_a_large_file_may_hold_a_hundred_times_its_size(
@@ -260,7 +265,7 @@ def test_a_torch_file_called_npz_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "a.pt").rename(tmp_path / "a.npz")
     refused(
         tmp_path / "a.npz",
-        r"must be a dense array or tensor of real .*: got bytes\. .* one of torch \.pt",
+        r"must be a dense array or tensor of real .*: got bytes\. .* and \.pt for torch",
     )
 
 
@@ -287,13 +292,17 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         ("a\0.npz", "a.pt", "no such file"),
         ("", "a.pt", "the suffix must be one of"),
         ("a.npz", "b.txt", r"b\.txt: the suffix must be one of \.npz, \.pt, .*: got '\.txt'"),
-        ("a.npz", "b", r"got 'none'\. Rename the file: .*, \.npz of Chainer's snapshots\."),
+        (
+            "a.npz",
+            "b",
+            r"got 'none'\. The suffix says .*: rename the file\. .* b\.npz, and then `p",
+        ),
         (
             "a.h5",
             "a.pt",
-            r"got '\.h5'\. HDF5 is not read: load .* by load_hdf5, and save it by save_",
+            r"got '\.h5'\. HDF5 is not supported: load the file with .*load_hdf5, and save",
         ),
-        ("a.npz", "a.hdf5", "HDF5 is not read"),
+        ("a.npz", "a.hdf5", "HDF5 is not supported"),
     ):
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / src, tmp_path / dst)
@@ -303,12 +312,14 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
             convert(source, tmp_path / dst)
     with pytest.raises(OSError, match=rf"no such folder: make it first: '{tmp_path}/none'$"):
         convert(source, tmp_path / "none/b.pt")
-    with pytest.raises(CheckpointError, match=r"is below `prefix` 'b': found 'bn'\. Pass"):
+    with pytest.raises(
+        CheckpointError, match=r"no key starts with the prefix 'b': found 'bn'\. Pass"
+    ):
         convert(source, tmp_path / "b.pt", prefix="b")
     assert sorted(tmp_path.iterdir()) == before
     assert convert(link, link).state.keys() == convert(source, tmp_path / "b.NPZ").state.keys()
     os.mkfifo(tmp_path / "pipe.npz")
-    refused(tmp_path / "pipe.npz", "no such file")
+    refused(tmp_path / "pipe.npz", "not a regular file")
 
 
 def test_what_is_written_has_the_modes_of_a_new_file(tmp_path: Path) -> None:
@@ -331,7 +342,7 @@ def test_names_that_a_library_takes_for_something_else_are_refused(
 ) -> None:
     """NumPy would leave the array out, or nobody could read the file."""
     path = tmp_path / f"model{suffix}"
-    message = f"no array of a {suffix} file can have the name '{name}'. Give it another one by `n"
+    message = f"'{name}' is a reserved name in {suffix} files. Rename this array by `n"
     with pytest.raises(CheckpointError, match=message):
         files.write(path, {"w": np.ones(2), name: np.ones(3)})
     assert not path.exists()
@@ -409,7 +420,9 @@ def test_a_library_that_is_missing_is_named(
 
 def test_hdf5_under_another_name_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(b"\x89HDF\r\n\x1a\n")
-    refused(tmp_path / "a.npz", r"a\.npz: HDF5 is not read: load the file in Chainer by load_hdf5")
+    refused(
+        tmp_path / "a.npz", r"a\.npz: HDF5 is not supported: load the file with chainer\.serial"
+    )
 
 
 def test_safetensors_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

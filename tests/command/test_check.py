@@ -58,8 +58,8 @@ def _run(
 @pytest.mark.parametrize(
     "launcher, size, change, over",
     [
-        ("", 1, "", "nothing: one process"),
-        ("torchrun", 1, "", "nothing: one process"),
+        ("", 1, "", "no communication (one process)"),
+        ("torchrun", 1, "", "no communication (one process)"),
         ("torchrun", 2, "", "shared memory"),
         ("torchrun", 3, "", "shared memory"),
         ("mpiexec", 2, "", "mpi"),
@@ -76,12 +76,15 @@ def test_report(launcher: str, size: int, change: str, over: str, tmp_path: Path
     ran = _run(tmp_path, launcher, size, change, "--json")
     assert ran.returncode == 0, ran.stdout
     report = json.loads(ran.stdout[ran.stdout.index("{\n") : ran.stdout.rindex("}") + 1])
-    assert report["verdict"] == "all numbers are right"
+    assert report["verdict"] == "all results are correct"
     assert (report["ranks"]["number"], report["ranks"]["over"]) == (size, over)
     surface = "chainer, uneven" if change == WITHOUT["torch"] else "torch, uneven"
     assert report["numbers"][surface]["error"] <= report["numbers"][surface]["bound"]
     timed = {what.split(",")[0]: set(each) for what, each in report["microseconds"].items()}
-    expected = {f"message of {C} channels": {"checked", "bare"} for C in (64, 2048) if size > 1}
+    peer = "MPI" if launcher == "mpiexec" else "gloo"
+    sums = {f"multibn over {over}", f"{peer} allreduce"}
+    expected = {f"message of {C} channels": sums for C in (64, 2048) if size > 1}
+    assert ("note" in report["ranks"]) is (over == "shared memory")
     if change != WITHOUT["torch"]:
         peers = {"multibn", "nn.BatchNorm2d"}
         expected |= {"step of layer": peers, "step of ResNet-50": peers}
@@ -97,7 +100,7 @@ def test_a_killed_rank_ends_the_check(launcher: str, tmp_path: Path) -> None:
     assert re.search(r"SIGKILL|signal 9|Killed", ran.stdout), ran.stdout
 
 
-@pytest.mark.parametrize("ratio, status, verdict", [(0.5, 0, "right"), (2.0, 1, "WRONG")])
+@pytest.mark.parametrize("ratio, status, verdict", [(0.5, 0, "correct"), (2.0, 1, "WRONG")])
 def test_the_report_for_people_ends_with_the_verdict(
     ratio: float, status: int, verdict: str, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -109,14 +112,17 @@ def test_the_report_for_people_ends_with_the_verdict(
     printed = capsys.readouterr()
     assert "numbers      torch, float32  error" in printed.out
     assert printed.out.splitlines()[-1].endswith(verdict)
-    assert re.search(r"^ *\d+ s: numbers", printed.err, re.MULTILINE)
+    assert re.search(r"^ *\d+ s: checking results", printed.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "size, message",
     [
-        ("2", r"started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), which share nothing without mpi4p"),
-        ("1", r"no layer is here: pip install '\.\[torch\]' in multibn's checkout"),
+        ("2", r"started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), but mpi4py, needed to co"),
+        (
+            "1",
+            r"neither torch nor chainer is installed: pip install '\.\[torch\]' in multibn's",
+        ),
     ],
 )
 def test_what_is_missing_is_named(size: str, message: str, monkeypatch: Any, capsys: Any) -> None:

@@ -1,6 +1,7 @@
 """`multibn` on the command line."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -194,13 +195,36 @@ def test_arguments_that_do_not_fit_are_refused(
     [
         (["parity", "--ranks", "0"], "--ranks must be from 1 to 1024: got 0"),
         (["parity", "--cases", "float23"], "--cases must match the name of a case: got 'float23'"),
-        (["convert", "/no/a.npz", "a.pt"], "/no/a.npz: no such file. Check the path."),
+        (["convert", "/no/a.npz", "a.pt"], "/no/a.npz: no such file. Pass the path of a ch"),
         (["convert", "a.npz", "a.pt", "--names", "/no"], "No such file or directory: '/no'"),
+        (["convert", "FOLDER.npz", "a.pt"], "FOLDER.npz: a folder. Pass the path of a checkpoint"),
+        (
+            ["pool", "PIPE.pt", "--counts", "1", "-o", "a.pt"],
+            "PIPE.pt: not a regular file (a pipe,",
+        ),
+        (
+            ["convert", "snapshot_iter_9", "a.pt"],
+            "needs snapshot_iter_9.npz, and then `prefix` 'upd",
+        ),
+        (
+            ["convert", "a.npz", "a.pt", "--names", "deep.json"],
+            "--names deep.json must be a file with",
+        ),
+        (["convert", "a.npz", "/proc/a.npz"], "[Errno 2] No such file or directory: '/proc/a.npz'"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(
-    arguments: list[str], message: str, capsys: Any
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("a.npz", W=np.ones(2))
+    os.mkdir("FOLDER.npz")
+    os.mkfifo("PIPE.pt")
+    Path("deep.json").write_text("[" * 100_000)
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"multibn {arguments[0]}: ")

@@ -71,6 +71,7 @@ _RULES = {
     "dmax": Wrong((-0.5, *_NOT_NUMBERS, inf)),
     "schedule": Wrong(((0, 1), (-1, 0, 0), (0.5, 1, 1), 3)),
     "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
+    "running_mean": Wrong((3, "no", torch.ones(4, 1))),
     "instance_norms": Wrong((("absent",), (3,))),
     "size": Wrong((0, -1, 2.5, "2", True, (3, 0), (3, 2.0))),
     "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (0, 0), (0, "1"), [[0]], {0}, 2, (0, 3))),

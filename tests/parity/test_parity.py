@@ -204,12 +204,12 @@ def test_ranks_find_the_users_modules(monkeypatch: Any) -> None:
     assert _launch.environment()["PYTHONPATH"] == f"{package}:/here"
 
 
-def unlike() -> Any:
-    """A pair of which one gives other numbers."""
+def unlike(layer: str = "fc") -> Any:
+    """A pair of which one gives other numbers, from a layer on."""
     from tests.helpers import models
 
     torch_model, chainer_model, x = models.pair()
-    torch_model.fc.register_forward_hook(lambda module, args, y: 1.5 * y)
+    torch_model.get_submodule(layer).register_forward_hook(lambda module, args, y: 1.5 * y)
     return torch_model, chainer_model, x
 
 
@@ -233,7 +233,9 @@ def test_each_option_of_a_layer_is_compared() -> None:
     from multibn.torch_backend.layer.base import LayerOptions
 
     missing = vars(LayerOptions()).keys() - {text.split()[0] for *_, text in UNLIKE} - APART
-    assert not missing, f"`_unlike` of parity/pair.py, and UNLIKE here, must have {missing}"
+    assert not missing, (
+        f"`_option_differences` of parity/pair.py, and UNLIKE here, must have {missing}"
+    )
 
 
 @pytest.mark.parametrize("of_torch, of_chainer, text", UNLIKE)
@@ -253,7 +255,7 @@ def test_options_that_differ_are_named_before_any_number(
     with chainer_model.init_scope():
         chainer_model.bn = make(4, **{"eps": 1e-5} | of_chainer)
     monkeypatch.setattr(models, "pair", lambda: (torch_model, chainer_model, x))
-    found = pair.models(SingleProcess(), PAIR)
+    found = pair.compare_models(SingleProcess(), PAIR)
     assert [e.text for e in found] == [text]
     assert verdicts_of(monkeypatch, [e._replace(surface="torch") for e in found], "chainer")[0] == (
         "BROKEN"
@@ -408,7 +410,7 @@ def test_links_beside_one_that_shares_already_are_converted(monkeypatch: Any) ->
     with chainer_model.init_scope():
         chainer_model.shared = MultiNodeBatchNormalization(4, None, eps=1e-5)
     monkeypatch.setattr(models, "pair", lambda: made)
-    _, converted, _, errors = pair.pair(PAIR, SingleProcess())
+    _, converted, _, errors = pair.load_pair(PAIR, SingleProcess())
     kinds = {type(link) for link in (converted.bn, converted.shared)}
     assert (kinds, errors) == ({MultiNodeBatchNormalization}, [])
 
@@ -421,11 +423,18 @@ def test_a_rank_without_a_sample_is_refused(monkeypatch: Any, capsys: Any) -> No
     assert capsys.readouterr().err == f"multibn parity: {said}"
 
 
-def test_a_pair_that_differs_is_found() -> None:
+def unlike_from_bn() -> Any:
+    return unlike("bn")
+
+
+@pytest.mark.parametrize("name, layer", [("unlike", "fc"), ("unlike_from_bn", "bn")])
+def test_a_pair_that_differs_is_found(name: str, layer: str) -> None:
     require.need("torch", "chainer")
-    errors = pair.models(SingleProcess(), f"{__name__}:unlike")
+    errors = pair.compare_models(SingleProcess(), f"{__name__}:{name}")
     alike = {f"{framework} alone and on ranks" for framework in ("torch", "chainer")}
     assert {e.case for e in errors if e.ratio <= 1} == alike
+    assert {(e.layer, e.case in alike) for e in errors} == {(layer, False), ("", True)}
+    assert f"; the first layer whose output differs is {layer}" in command.judge(errors)[1]
     assert {(e.case, e.quantity) for e in errors if e.ratio > 1} == {
         (f"torch and chainer {where}", quantity)
         for where in ("alone", "on ranks")

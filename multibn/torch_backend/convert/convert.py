@@ -1,6 +1,7 @@
 """Exchange the batch norm layers of a model for synchronized ones, and back."""
 
 import warnings
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor, fx, nn
@@ -334,8 +335,8 @@ def _has_running_statistics(layer: nn.Module) -> bool:
     # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
     if isinstance(layer, _NormBase) or "weight" in layer._buffers:
         return False
-    state: dict[str, Any] = vars(layer) | layer._parameters | layer._buffers
-    fixed = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.requires_grad}
+    own = chain(layer._parameters.items(), layer._buffers.items(), vars(layer).items())
+    fixed = {k: v for k, v in own if isinstance(v, Tensor) and not v.requires_grad}
     if "num_batches_tracked" in fixed or any(map(is_running_statistic, fixed)):
         return True
     vectors = [v.shape for v in fixed.values() if v.is_floating_point() and v.ndim == 1]

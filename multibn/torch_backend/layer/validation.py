@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 
 from multibn import kernels
 from multibn._typing import check_eps, check_residual
@@ -84,7 +85,13 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
     `num_channels=None` accepts any number but 0. Not collective: see `raise_on_all_ranks`.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
+        cure = ""
+        if isinstance(x, PackedSequence):
+            cure = (
+                " Pad it: x, lengths = torch.nn.utils.rnn.pad_packed_sequence(x, "
+                "batch_first=True), then layer(x.mT, lengths=lengths).mT."
+            )
+        raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.{cure}")
     check_dense("the input", x)
     shape = x.shape
     if torch.jit.is_tracing():  # sizes are tensors there, and a look at them is a warning

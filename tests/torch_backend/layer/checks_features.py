@@ -263,13 +263,14 @@ def check_sharded_models_train_like_one_process(world: Communicator) -> None:
 def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator) -> None:
     """As torch's function on the data of all ranks: the slices of once-for-all networks."""
     parts = [x + 3 * rank for rank, x in enumerate(_parts(world, 3, 8, 2))]
-    expected, layer = nn.BatchNorm1d(8).double(), nn.BatchNorm1d(8).double()
+    expected: Any = nn.BatchNorm1d(8).double()
+    layer: Any = nn.BatchNorm1d(8).double()
     for part in (slice(8), slice(4), slice(0, 8, 2), slice(5, 6), slice(4)):
         x = parts[world.rank][:, part].clone().requires_grad_()
         whole = torch.cat([x[:, part] for x in parts])
         mean, var = expected.running_mean[part], expected.running_var[part]
         y = nn.functional.batch_norm(whole, mean, var, training=True, momentum=0.3)
-        of_layer = {
+        of_layer: Any = {
             "running_mean": layer.running_mean[part],
             "running_var": layer.running_var[part],
         }

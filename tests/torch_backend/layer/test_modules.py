@@ -82,6 +82,24 @@ def test_only_wanted_gradients_are_computed(requires: tuple[int, ...]) -> None:
     assert [t.grad is not None for t in tensors] == [i in requires for i in range(3)]
 
 
+def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:
+    packed: Any = nn.utils.rnn.pack_sequence([torch.randn(3, 2), torch.randn(1, 2)])
+    layer = SyncBatchNorm(2)
+    with pytest.raises(
+        TypeError, match=r"got PackedSequence\. Pad it: .*pad_packed_sequence\(x, b"
+    ):
+        layer(packed)
+    x, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+    y = layer(x.mT, lengths=lengths).mT
+    rows = torch.cat([y[0], y[1, :1]])
+    torch.testing.assert_close(rows.mean(0), torch.zeros(2), atol=1e-6, rtol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of deprecated dtypes
+        quantized = torch.quantize_per_tensor(torch.randn(3, 2), 0.1, 0, torch.quint8)
+    with pytest.raises(TypeError, match=r"got torch\.quint8\. Call revert_sync_batchnorm on the m"):
+        layer(quantized)
+
+
 def test_nested_tensors_are_refused() -> None:
     """torch raises errors of its own where such a tensor is asked for its shape."""
     x = torch.randn(2, 3, 2)
