@@ -227,7 +227,8 @@ def _steps(torch_model: Any, chainer_model: Any, x: Array) -> tuple[list[Arrays]
             y, dx = surface.train(x)
         outputs.append(of_layers)
         arrays.append({"y": y, "dx": dx, "eval": surface.evaluate(x)})
-    return arrays, _first_layer(*outputs, MODEL_BOUNDS[x.dtype.name]["y"])
+    of_torch, of_chainer = outputs
+    return arrays, _first_layer(of_torch, of_chainer, MODEL_BOUNDS[x.dtype.name]["y"])
 
 
 def _first_layer(of_torch: Arrays, of_chainer: Arrays, bound: float) -> str:
