@@ -267,7 +267,7 @@ def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Commu
 
 
 def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator) -> None:
-    """As Chainer's function on the data of all ranks: outputs, gradients, moving averages."""
+    """Equal Chainer's function on the data of all ranks: outputs, gradients, moving averages."""
     normalize: Any = multi_node_batch_normalization
     whole, dys = (_normal(i, 3 * world.size, 6, 2) for i in (0, 1))
     whole += 3.0 * np.arange(len(whole))[:, None, None]

@@ -261,7 +261,7 @@ def check_sharded_models_train_like_one_process(world: Communicator) -> None:
 
 
 def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator) -> None:
-    """As torch's function on the data of all ranks: the slices of once-for-all networks."""
+    """Equal torch's function on the data of all ranks: the slices of once-for-all networks."""
     parts = [x + 3 * rank for rank, x in enumerate(_parts(world, 3, 8, 2))]
     expected: Any = nn.BatchNorm1d(8).double()
     layer: Any = nn.BatchNorm1d(8).double()
