@@ -52,7 +52,8 @@ class LayerCommunicator(Forwarding):
 
     `find_name` returns the name of the layer, `options` what else must be equal on all ranks; both
     are called when the layer first communicates. `detail` describes a message of so many channels
-    further, and ranks compare the descriptions. Copies of a layer share `compared`, and so go on in
+    further, and ranks compare the descriptions. `check_options` raises for options that were set to
+    wrong values; whoever makes a plan calls it. Copies of a layer share `compared`, and so go on in
     its place on any rank. A function's communicator lasts as long as a call.
     """
 
@@ -66,9 +67,10 @@ class LayerCommunicator(Forwarding):
         options: Callable[[], Mapping[str, object]] = dict,
         detail: Callable[[int], str] = lambda channels: "",
         compared: Compared | None = None,
+        check_options: Callable[[], None] = lambda: None,
         is_function: bool = False,
     ) -> None:
-        self.communicator = communicator
+        self.communicator, self.check_options = communicator, check_options
         self.options, self.detail, self.is_function = options, detail, is_function
         self.compared: Compared = {} if compared is None else compared
         self._find_name = find_name
@@ -120,6 +122,7 @@ class LayerCommunicator(Forwarding):
                 options=self.options,
                 detail=self.detail,
                 compared=self.compared,
+                check_options=self.check_options,
                 is_function=self.is_function,
             )
         return self._elsewhere[communicator]

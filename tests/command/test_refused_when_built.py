@@ -285,28 +285,46 @@ def test_wrong_arguments_are_refused_when_built(room: Callable[[], dict[Call, Ca
     assert not wrong, "\n".join(wrong)
 
 
-def test_an_option_of_a_link_that_is_set_later_is_refused_by_the_next_call() -> None:
-    calls, wrong = _calls(_chainer), []
+def _options_later() -> Iterator[tuple[Callable[[], Any], Any, Any, dict[str, str]]]:
+    """Layers with an input; the attribute that each option has."""
+    from multibn.torch_backend.layer.base import SyncNormBase
+
+    for built, call in _calls(_torch).items():
+        if isinstance(built, type) and issubclass(built, SyncNormBase):
+            names = {n: built.Options.attributes.get(n, n) for n in vars(built.Options())}
+            ndim = next(int(d) for d in f"{built.__name__}1" if d.isdigit())
+            yield call, built, torch.randn(4, 3, *[2] * ndim), names
+    calls = _calls(_chainer)
     from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization
 
+    names = {name: LinkOptions.attributes.get(name, name) for name in vars(LinkOptions())}
     x = np.random.default_rng(0).standard_normal((4, 3))
-    attributes = LinkOptions.attributes
-    for name, value, named in _wrong(MultiNodeBatchNormalization):
-        if name not in vars(LinkOptions()) or name in ("use_gamma", "use_beta"):
-            continue
-        link = calls[MultiNodeBatchNormalization]()
-        for _ in range(2):  # checked, and by a plan
-            link(x)
-        before = link.avg_mean.copy()
-        setattr(link, attributes.get(name, name), value)
-        try:
-            link(x)
-            said = "accepted"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            if re.search(named, str(error)) and (link.avg_mean == before).all():
+    yield calls[MultiNodeBatchNormalization], MultiNodeBatchNormalization, x, names
+
+
+# Read when a layer is built alone, or by what holds the layers.
+_BUILT_WITH = {"use_gamma", "use_beta", "affine", "bias", "track_running_stats", "num_splits"}
+
+
+def test_an_option_that_is_set_later_is_refused_by_the_next_call() -> None:
+    wrong = []
+    for call, built, x, names in _options_later():
+        for name, value, named in _wrong(built):
+            if name not in names or name in _BUILT_WITH:
                 continue
-        wrong.append(f"{name}={value!r}: {said}")
+            layer = call()
+            for _ in range(2):  # checked, and by a plan
+                layer(x)
+            owner = layer if hasattr(layer, names[name]) else layer.split_bn
+            setattr(owner, names[name], value)
+            try:
+                layer(x)
+                said = "accepted"
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                if re.search(named, str(error)):
+                    continue
+            wrong.append(f"{_name(built)}, {name}={value!r}: {said}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -127,6 +127,7 @@ class SyncNormBase(nn.Module):
             options=lambda: _options(layer()),
             detail=lambda channels: _detail(layer(), channels),
             compared=self.compared,
+            check_options=lambda: _check_options(layer()),
         )
         compiled.register(self.layer_communicator)
 
@@ -168,6 +169,11 @@ class SyncNormBase(nn.Module):
 
 def _options(layer: SyncNormBase | None) -> dict[str, object]:
     return {} if layer is None else vars(layer.norm_options)
+
+
+def _check_options(layer: SyncNormBase | None) -> None:
+    if layer is not None:
+        layer.norm_options.check()
 
 
 def _detail(layer: SyncNormBase | None, channels: int) -> str:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from multibn import kernels
 from multibn._typing import check_eps, check_residual
 from multibn.communicators import Communicator, layer_communicator
+from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import masks, statistics
 from multibn.engine.plan import NormArgs
 from multibn.kernels import Running
@@ -60,6 +61,8 @@ def validate_call(args: NormArgs, num_channels: int | None, communicator: Commun
             "of the model after revert_sync_batchnorm."
         )
     try:
+        if isinstance(communicator, LayerCommunicator):
+            communicator.check_options()
         check_no_tensor_subclass("the input", args.x)
         check_no_tensor_subclass("`residual`", args.residual)
         check_input(args.x, num_channels)
@@ -159,6 +162,9 @@ def check_options(args: NormArgs) -> None:
                 f"channel of the input: got {sizes[0]} and {sizes[1]}."
             )
         parts += [("running_mean", running.mean), ("running_var", running.var)]
+        for name, p in parts[-2:]:
+            if p is not None and not p.is_floating_point():
+                raise ValueError(f"`{name}` must be in floating point: got {p.dtype}.")
     if residual is not None:
         check_dense("`residual`", residual)
         check_residual(residual, x, Tensor, "a torch.Tensor")

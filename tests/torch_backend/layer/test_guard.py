@@ -120,6 +120,7 @@ def test_a_step_of_several_passes_is_seen() -> None:
         ({"weight": nn.Parameter(torch.ones(4))}, "`weight` must have shape"),
         ({"bias": nn.Parameter(torch.ones(3, device="meta"))}, "`bias` must be on the device"),
         ({"running_mean": torch.ones(4)}, "`running_mean` and `running_var` must have 3 numbers"),
+        ({"running_var": torch.ones(3, dtype=torch.int64)}, "`running_var` must be in floating"),
     ],
 )
 def test_what_became_wrong_after_a_step_is_refused(wrong: dict[str, Any], message: str) -> None:
