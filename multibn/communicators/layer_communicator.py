@@ -57,8 +57,6 @@ class LayerCommunicator(Forwarding):
     its place on any rank. A function's communicator lasts as long as a call.
     """
 
-    silent_since: object = None  # what another layer has told, see `nonfinite`
-
     def __init__(
         self,
         communicator: Communicator,

@@ -1,13 +1,12 @@
 """The ranks together about a batch that one of them cannot use: errors, and batches skipped."""
 
+import math
+import time
 import warnings
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from multibn import wire
 from multibn.communicators.channel import HostArray
-from multibn.communicators.communicator import identity
 from multibn.communicators.diagnostics import (
     display_name,
     log_and_raise,
@@ -45,9 +44,8 @@ def skips(communicator: Any, dtype: Any, /) -> bool:
     return nonfinite == "skip" or (is_float16 and nonfinite is None)
 
 
-# The layer that has told of a skipped batch last, and how many messages it had sent by then.
-_NOBODY: tuple[Callable[[], Any], int] = (lambda: None), 0
-_told = _NOBODY
+_SECONDS_BETWEEN_WARNINGS = 1.0  # the layers after one that has skipped a batch skip it, too
+_warned_at = -math.inf
 
 
 def raise_if_nonfinite(
@@ -70,28 +68,16 @@ def raise_if_nonfinite(
             f"the batch statistics of {name} are not finite: the input has NaN, infinity or too "
             f"large values on {where}. Look for their origin in the layers before.",
         )
-    # After a layer that has skipped no moment is finite, but the zeros of a rank without elements.
-    _tell_of_skip(communicator, where, may_be_told=len(marks) + 2 == len(summed))
+    _warn_of_skip(communicator, where)
 
 
-def _tell_of_skip(communicator: Any, where: str, *, may_be_told: bool) -> None:
-    """Warn that a layer has skipped a batch, unless NaN may come from a layer that has told."""
-    global _told
-    layer = layer_of(communicator)
-    if getattr(communicator, "repeats", False):
+def _warn_of_skip(communicator: Any, where: str) -> None:
+    """Warn that a layer has skipped a batch, once a second."""
+    global _warned_at
+    now = time.monotonic()
+    if now - _warned_at < _SECONDS_BETWEEN_WARNINGS or getattr(communicator, "repeats", False):
         return
-    find_told, num_messages = _told
-    told = find_told()
-    in_same_step = (
-        told is not None
-        and told.num_messages == num_messages
-        and identity(told.communicator) == identity(layer.communicator)
-        and layer.silent_since is not _told
-    )
-    if in_same_step and may_be_told:
-        layer.silent_since = _told
-        return
-    _told = weakref.ref(layer), layer.num_messages
+    _warned_at = now
     warnings.warn(
         f"rank {communicator.rank} of {communicator.size} has skipped a batch in "
         f"{name_of(communicator)}, as all ranks have: the input had NaN, infinity or too large "

@@ -453,7 +453,7 @@ def check_the_sums_of_functions_have_their_names(world: Communicator) -> None:
 
     model = torch_backend.SyncBatchNorm(2, process_group=world)
     channel = world.channel  # type: ignore[attr-defined]
-    options = {"data_loader": [torch.randn(4, 2)], "process_group": world}
+    options: Any = {"data_loader": [torch.randn(4, 2)], "process_group": world}
     for name, call in {
         "check_sync": lambda: torch_backend.check_sync(model, world),
         "average_gradients": lambda: torch_backend.average_gradients(model, world),

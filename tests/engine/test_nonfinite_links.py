@@ -1,5 +1,6 @@
 """A batch that is not finite, in Chainer: an error on all ranks, or a step without a trace."""
 
+import math
 import warnings
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_nonfinite_says_whether_a_link_skips_or_raises() -> None:
     converted: Any = create_mnbn_model(model, SingleProcess(), nonfinite="skip")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "overflow|invalid value", RuntimeWarning)
-        nonfinite._told = nonfinite._NOBODY
+        nonfinite._warned_at = -math.inf
         with pytest.warns(RuntimeWarning, match="rank 0 of 1 has skipped a batch in layer 0.0,"):
             assert np.isnan(converted(x).array).all()
         raising = MultiNodeBatchNormalization(3, SingleProcess(), nonfinite="raise")

@@ -154,7 +154,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(steps, "is_on_host", lambda a: False)
         monkeypatch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")
-    nonfinite._told = nonfinite._NOBODY
+    nonfinite._warned_at = -math.inf
     chosen = reference if generic_too else cuda
     monkeypatch.setattr(kernels, "select", lambda x, *others: chosen)
     layers = [SyncBatchNorm(300, momentum=momentum, process_group=Twice()) for _ in range(2)]

@@ -1,5 +1,6 @@
 """The layer inside what torch wraps around models: compilation, checkpoints, sharding, join."""
 
+import math
 import re
 import warnings
 from typing import Any
@@ -90,7 +91,7 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
     for compiled in (False, True):
         found = []
         for sees in (True, False):
-            nonfinite._told = nonfinite._NOBODY
+            nonfinite._warned_at = -math.inf
             model: Any = convert_sync_batchnorm(_network().float(), world)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -130,7 +131,7 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
 def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(
     world: Communicator,
 ) -> None:
-    nonfinite._told = nonfinite._NOBODY
+    nonfinite._warned_at = -math.inf
     x, infinite = torch.randn(4, 3), torch.full((4, 3), torch.inf)
     bad, beside_none = (infinite,) * 2 if world.rank == 0 else (x, x[:0])
     layers = [SyncBatchNorm(3, process_group=world, nonfinite="skip") for _ in range(2)]
@@ -162,6 +163,7 @@ def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(
         (evaluated, both, bad, f"layer 0, .* on {on_0}"),
         (second_order, both, bad, f"layer 0, .* on {on_0}"),
     ):
+        nonfinite._warned_at = -math.inf
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always", RuntimeWarning)
             run(model, batch)

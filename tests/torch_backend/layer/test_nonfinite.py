@@ -1,6 +1,7 @@
 """A batch that is not finite: an error on all ranks, or a step that leaves no trace."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +30,7 @@ NEEDS = "torch"
 @pytest.fixture(autouse=True)
 def nobody_has_told() -> None:
     """A new step: a layer warns unless it may have its NaN from the one that warned last."""
-    nonfinite_batches._told = nonfinite_batches._NOBODY
+    nonfinite_batches._warned_at = -math.inf
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
     large = SyncBatchNorm(64, nonfinite="skip")  # by threads
     for layer, x in ((parts, bad()), (large, bad(torch.float32, 8, 64, 56, 56))):
         before = state(layer)
-        nonfinite_batches._told = nonfinite_batches._NOBODY
+        nonfinite_batches._warned_at = -math.inf
         with pytest.warns(RuntimeWarning, match="has skipped"):
             assert layer(x).isnan().all()
         assert_same(state(layer), before)
@@ -124,7 +125,7 @@ def test_dtype_and_nonfinite_say_whether_a_layer_skips(
             with pytest.raises(FloatingPointError, match="are not finite"):
                 function(bad(dtype))
         else:
-            nonfinite_batches._told = nonfinite_batches._NOBODY
+            nonfinite_batches._warned_at = -math.inf
             with pytest.warns(RuntimeWarning, match="has skipped"):
                 assert function(bad(dtype)).isnan().all()
     assert_same(state(layer), before)
