@@ -81,13 +81,14 @@ def figures() -> Figures:
     """What draws each picture, by its path."""
     import one_step
     import pictures
+    import shared_axes
     import who_shares
 
     from benchmarks import plots
     from evidence import batch_size, domains, precise, skew
 
     drawn: dict[str, Callable[[], Any]] = {
-        str(picture.PICTURE): picture.draw for picture in (who_shares, one_step)
+        str(picture.PICTURE): picture.draw for picture in (who_shares, one_step, shared_axes)
     }
     for study in (skew, precise, batch_size, domains):
         results = json.loads((launch.ROOT / f"evidence/results/{study.NAME}.json").read_text())
