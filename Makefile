@@ -58,7 +58,7 @@ demo: $(VENV)/installed  ## train the same network in both frameworks, synchroni
 
 test: $(VENV)/installed $(VENV)/originals  #: all tests, of which none that needs an installed package may be skipped
 	@echo "About ten minutes on two cores."
-	$(BIN)/python -m pytest --require torch,chainer,flax,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,cli,dev
+	$(BIN)/python -m pytest --require torch,chainer,flax,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,cli,dev,gymnasium
 
 video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py

@@ -65,6 +65,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "lightning": lambda: importable("lightning"),
     "dev": lambda: all(map(importable, DEV)),
     "cli": lambda: importable("rich"),
+    "gymnasium": lambda: importable("gymnasium"),
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
     "netns": _namespaces,
     "programs": lambda: importable("torchinfo"),  # which no other group has
