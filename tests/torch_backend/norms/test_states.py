@@ -23,7 +23,8 @@ def test_the_statistics_of_a_gymnasium_wrapper_load() -> None:
             env.reset()
     rms = env.obs_rms
     norm = RunningNorm(4)
-    norm.load_state_dict({k: torch.as_tensor(getattr(rms, k)) for k in ("mean", "var", "count")})
+    names = "mean", "var", "count"
+    norm.load_state_dict({k: torch.tensor(getattr(rms, k), dtype=torch.float64) for k in names})
     x = np.random.default_rng(0).normal(size=(3, 4))
     mean, var = (v.astype(np.float64) for v in (rms.mean, rms.var))
     right = (x - mean) / np.sqrt(var + 1e-8)
