@@ -41,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         cure = ""
         if isinstance(error, ModuleNotFoundError) and str(error).startswith("No module named"):
             cure = f". Run pip install {error.name}, or choose a file of another format"
-        # A file that was written is no refusal, where its report finds no place.
-        done = f"{args.done}, but this could not be printed: " if "done" in args else ""
+        # DST is complete, although the report could not be printed.
+        done = f"{args.done}, but printing the report failed: " if "done" in args else ""
         print(f"multibn {args.command}: {done}{error}{cure}", file=sys.stderr)
         _flush_stdout()
         return 1 if done else 2
 
 
 def _flush_stdout() -> None:
-    """Print what waits, or drop it where it finds no place: Python would exit with 120."""
+    """Flush stdout; on failure send it to devnull, since Python would exit with status 120."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     for name, run in (("info", info.run), ("check", check.run)):
-        add(name, run).add_argument("--json", action="store_true", help="for machines")
+        add(name, run).add_argument("--json", action="store_true", help="machine-readable output")
     option: Callable[..., Any] = add("convert", _convert).add_argument
     option("src", type=Path, metavar="SRC", help="file to read")
     option("dst", type=Path, metavar="DST", help="file to write")
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--count", type=float, metavar="N", help=elements)
     option = add("pool", _pool).add_argument
     option("src", nargs="+", type=Path, metavar="SRC", help="files to read")
-    counts = "for each SRC, how many samples its statistics stand for"
+    counts = "number of samples behind the statistics of each SRC"
     option("--counts", nargs="+", type=float, required=True, metavar="N", help=counts)
     option("-o", dest="dst", type=Path, required=True, metavar="DST", help="file to write")
     option("--prefix", default="", metavar="P", help="pool only the keys below P")
@@ -103,10 +103,10 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(args: argparse.Namespace) -> int:
     """Rewrite a checkpoint of torch, Chainer or flax for another one of them.
 
-    The suffix says what a file is: .npz is Chainer's, .pt, .pth and .safetensors
-    are torch's, .msgpack is flax's. DST is replaced only when the new file is complete. Notes name
-    what is lost. Exit status: 0, or 2 if a file or an option is refused; DST is
-    unchanged then. 1 if DST was written, but the notes could not be printed.
+    The suffix gives the format: .npz for Chainer, .pt, .pth and .safetensors for
+    torch, .msgpack for flax. DST is replaced atomically. Notes list what cannot
+    be converted. Exit status: 0 on success; 2 for an invalid file or option (DST
+    is unchanged); 1 if DST was written, but the notes could not be printed.
 
     multibn convert model.npz model.pt
     multibn convert --prefix updater/model:main snapshot.npz model.pt
@@ -139,11 +139,11 @@ def _names(path: Path) -> Any:
 
 
 def _pool(args: argparse.Namespace) -> int:
-    """Pool the running statistics of models that were trained apart.
+    """Combine the running statistics of models that were trained separately.
 
     All other arrays must be equal in all files; with --average-parameters, they
-    are averaged. Exit status: 0, or 2 if a file or an option is refused; DST is
-    unchanged then. 1 if DST was written, but this could not be printed.
+    are averaged. Exit status: 0 on success; 2 for an invalid file or option (DST
+    is unchanged); 1 if DST was written, but the report could not be printed.
 
     multibn pool a.pt b.pt --counts 100 300 -o pooled.pt
     """

@@ -22,8 +22,8 @@ from multibn.communicators.watchdog import check_timeout
 def run(args: argparse.Namespace) -> int:
     """Show the installed versions, what computes and what carries messages.
 
-    With the reason and the cure where a faster way is missing. Exit status: 0, or
-    2 if a variable of multibn has a wrong value.
+    Explains how to enable a faster way. Exit status: 0, or 2 if a variable of
+    multibn has a wrong value.
 
     multibn info
     multibn info --json
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(facts: Mapping[str, Any]) -> str:
-    """Facts for people: a line for each, behind the name of its section."""
+    """Return the report as text, one line for each fact."""
     lines = []
     for section, each in facts.items():
         rows = each if isinstance(each, Mapping) else {"": each}
@@ -81,7 +81,7 @@ def _what_works(
     ]
     slow = "slow" in f"{kernels['host']} {messages}"
     here = "; ".join(works) or "nothing: pip install '.[torch]' in multibn's checkout"
-    return here + ", slower than need be: see below" * slow
+    return here + ", but not at full speed: see below" * slow
 
 
 def _kernels(triton: str | None) -> dict[str, str]:
@@ -96,7 +96,7 @@ def _kernels(triton: str | None) -> dict[str, str]:
     gpu = "Triton, launched by torch, when there is a GPU"
     new_enough = [int(number) for number in re.findall(r"\d+", triton or "")] >= [3, 4]
     if not new_enough or not importable("torch"):
-        gpu = "reference (slow)" if find_gpu() else "no GPU found; for one"
+        gpu = "reference (slow)" if find_gpu() else "no GPU found; to use one"
         gpu += ": pip install torch 'triton>=3.4'"
     return {"host": host, "GPU": gpu}
 

@@ -22,7 +22,7 @@ from multibn.chainer_backend.check_sync import participants
 from multibn.chainer_backend.convert import others
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link, step_accumulators
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.engine.precise import Pass, Population, input_of, length_of
+from multibn.engine.precise import Population, PopulationRun, input_of, length_of
 
 
 class FinetunePopulationStatistics(training.Extension):
@@ -129,7 +129,7 @@ class FinetunePopulationStatistics(training.Extension):
     def __call__(self, trainer: Any = None) -> None:
         norms = _norms(self._target)
         world, source = participants(self._target, self._comm), "`iterator` or `converter`"
-        run = Pass(norms, world, title="fine-tuning", source=source)
+        run = PopulationRun(norms, world, title="fine-tuning", source=source)
         with (
             _unchanged(self._target, self._function),
             chainer.using_config("train", True),
@@ -195,7 +195,7 @@ class _Watch(chainer.LinkHook):
 
     name = "FinetunePopulationStatistics"
 
-    def __init__(self, norms: Sequence[_Norm], run: Pass) -> None:
+    def __init__(self, norms: Sequence[_Norm], run: PopulationRun) -> None:
         super().__init__()
         self._norms = {id(norm.link): norm for norm in norms}
         self._run = run

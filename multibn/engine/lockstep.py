@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 class _State(IntEnum):
-    """The number by which a rank tells the others how it stands."""
+    """The state of a rank, as sent to the other ranks."""
 
     OUT = 0  # no batch left
     BATCH = 1
@@ -39,11 +39,11 @@ class Lockstep(Iterator[Step]):
     """Steps of this rank, as many as the rank with most batches has.
 
     Each `next` is collective: one allreduce of W+1 numbers for W ranks. The first `next` makes the
-    iterator of `batches`, which error messages call `source`, as they call a step `place`; `amount`
-    says how much a batch adds to `Step.amount`. The first `next` raises ValueError on all ranks if
-    none has a batch or, with `everywhere`, if one has none. Other ranks raise RuntimeError if
-    `batches` or `amount` raises on one rank; all do, in `next` or `leave`, if one rank leaves while
-    another has a batch.
+    iterator of `batches`. `source` and `place` are the names of the data and of a step in error
+    messages; `amount(batch)` is added to `Step.amount`. The first `next` raises ValueError
+    on all ranks if none has a batch or, with `everywhere`, if one has none. Other ranks raise
+    RuntimeError if `batches` or `amount` raises on one rank; all do, in `next` or `leave`, if one
+    rank leaves while another has a batch.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Lockstep(Iterator[Step]):
             raise ValueError(
                 f"there must be at least one batch{' on every rank' if self._everywhere else ''}: "
                 f"got none on rank(s) {np.flatnonzero(~occupied).tolist()} of {len(occupied)} from "
-                f"{self._source}. Share the data among fewer ranks. An iterator can be used once "
-                "only; pass the iterable that it came from."
+                f"{self._source}. Use fewer ranks. If you passed an iterator, it may be "
+                "exhausted: pass the iterable that it came from."
             )
         if not occupied.any():
             raise StopIteration
@@ -114,13 +114,12 @@ class Lockstep(Iterator[Step]):
             raise error
         if (failed := np.flatnonzero(states == _State.FAILED)).size:
             raise RuntimeError(
-                f"rank {rank} cannot go on: {self._source} raised on rank(s) "
-                f"{failed.tolist()} of {size}. The error raised there says why."
+                f"{self._source} raised on rank(s) {failed.tolist()} of {size}. See the error "
+                "there."
             )
         if gone.size and occupied.any():
             raise RuntimeError(
-                f"rank {rank} cannot go on: rank(s) {gone.tolist()} of {size} left "
-                "the loop before it ended, and others have batches. Leave it on all ranks in the "
-                "same step, or on none."
+                f"rank(s) {gone.tolist()} of {size} left the loop early, while other ranks still "
+                "have batches. Leave it on all ranks in the same step."
             )
         return occupied, total

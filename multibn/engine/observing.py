@@ -1,4 +1,4 @@
-"""The batch statistics of each layer in a pass, for those who study them."""
+"""Record the batch statistics of each layer in a pass, for analysis."""
 
 from typing import Any, NamedTuple
 
@@ -38,12 +38,12 @@ class LayerStatistics(NamedTuple):
 
 
 class observing(Taping):  # noqa: N801
-    """Context manager for those who study batch statistics; yields a list of `LayerStatistics`.
+    """Context manager that records batch statistics; yields a list of `LayerStatistics`.
 
-    Each call of a layer in training adds one; a pass that runs again adds none. The splits of a
-    batch are a further axis, or entries of their own where they count unequal numbers of elements;
-    a batch of torch.func.vmap is a further axis. The list keeps no activation. A layer sends what
-    it sends without the context, and computes this rank's moments once more. Not collective.
+    Each training call of a layer appends one entry; recomputed passes append none. With
+    `num_splits`, the splits are an extra axis, or separate entries if their sizes differ. A
+    dimension of torch.func.vmap is an extra axis. No activation is kept. A layer sends the same
+    messages as without the context, and computes this rank's moments once more. Not collective.
 
     Examples
     --------

@@ -35,14 +35,14 @@ class Population(PopulationEstimator):
         return batch.mean, running_variance(batch, local_count=0), batch.count > 0
 
 
-class Pass(Taping):
+class PopulationRun(Taping):
     """A run of a model without gradients over the batches of all ranks of `communicator`.
 
     `layers` are all that share statistics or have running statistics: each has a `communicator`, an
     `estimator` as `Population` or None, and `write(mean, var)`. The inputs of the layers of this
     package are those of their messages; the backends add those of the frameworks' own layers. A
-    rank without a batch sends the messages of its last batch, without data, for which the other
-    ranks' layers wait. `title` is of the progress bar; messages call the source of batches
+    rank that has run out of data replays the messages of its last batch with empty inputs, so that
+    the other ranks do not wait. `title` is of the progress bar; messages call the source of batches
     `source`.
     """
 
@@ -80,7 +80,9 @@ class Pass(Taping):
             return
         xp = array_namespace(batch.mean)
         is_skipped = xp.any(xp.isnan(batch.mean))
-        if is_on_host(batch.mean) and is_skipped:  # alike on all ranks, whose estimators may talk
+        if (
+            is_on_host(batch.mean) and is_skipped
+        ):  # the same on all ranks; estimators may communicate
             return
         channel_axes = [k for k in range(args.x.ndim) if k not in args.axis]
         num_splits = batch.mean.ndim - len(layer.estimator.shape)  # axes of a batch's splits
@@ -142,7 +144,7 @@ class Pass(Taping):
             ended = f"`num_iters` is {num_iters}: {source} ended after {num_batches} on rank {rank}"
         elif num_samples is not None and not enough and num_steps != num_iters:
             ended = f"`num_samples` is {num_samples}: {source} ended after {samples} on all ranks"
-        return f"{ended}. The batches that came were used." if ended else ""
+        return f"{ended}. All batches that were available were used." if ended else ""
 
     def write(self) -> Iterator[tuple[Any, bool]]:
         """Write the statistics. Yields each layer that has any, and whether a rank had data."""

@@ -61,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare all frameworks, over every communicator, with exact results.
 
-    Their layers train on real processes, flax's on devices of one process,
-    beside a float64 oracle. Of a pair of
-    models, options of layers are compared first. Exit status: 0 all within
-    bounds, 1 a bound is broken or an option differs, 2 it could not be run.
+    Layers train on real processes, flax's on devices of one process, and are
+    compared with a float64 oracle. With --model, a pair of models is compared,
+    its options first. Exit status: 0 all within bounds, 1 a bound is exceeded or
+    an option differs, 2 the comparison failed to run.
 
     multibn parity
     multibn parity --ranks 1 2 --cases float32 'uneven*'
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             find(args.model)
         except (Exception, SystemExit) as error:
-            wanted = "--model must be MODULE:FUNCTION, found from this folder"
+            wanted = "--model must be MODULE:FUNCTION, importable from this folder"
             why = f"{type(error).__name__}: {error}"
             raise ValueError(f"{wanted}: got {args.model!r} ({why}).") from error
         _, _, x, _ = load_pair(args.model, SingleProcess())
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.model}: got {sizes[-1]}."
             )
     names = [case.name for case in select(args.cases)]
-    print("Each row has the error that is largest beside its bound.")
+    print("Each row shows the largest error relative to its bound.")
     print(f"{'over x ranks':19} layers  error {'of quantity, in case':36} verdict", flush=True)
     surfaces, options = (
         (["models"], {"path": args.model}) if args.model else (SURFACES, {"cases": names})

@@ -1,4 +1,4 @@
-"""Starts and ends ranks under torchrun and mpiexec; their communicator and their results.
+"""Launch ranks under torchrun and mpiexec, and collect their results.
 
 A rank of `run_workers` is `python -m multibn.parity.launch FUNCTION OVER OPTIONS DIRECTORY`.
 """

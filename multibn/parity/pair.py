@@ -150,8 +150,8 @@ def _check_call(whose: str, model: Torch | Chainer, x: Array) -> None:
         ) from error
     if shape[:1] != x.shape[:1]:
         raise ValueError(
-            f"{whose} must return an entry for each of {len(x)} samples: got shape {shape}. Return "
-            "the output, not a loss."
+            f"{whose} must return an array whose first axis is the batch of {len(x)} samples: "
+            f"got shape {shape}. Return the output, not a loss."
         )
 
 
@@ -175,7 +175,7 @@ def _load(path: str, torch_model: Any, chainer_model: Any) -> None:
 
 
 def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communicator) -> None:
-    """Give the layers of multibn's these ranks. Other layers that share cannot be given any."""
+    """Set the communicator of multibn's layers; raise for other synchronized layers."""
     from torch import nn
 
     from multibn.chainer_backend import MultiNodeBatchNormalization
@@ -189,7 +189,7 @@ def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communica
         elif isinstance(layer, nn.SyncBatchNorm) or "MultiNode" in type(layer).__name__:
             kind = f"{type(layer).__module__.partition('.')[0]}'s {type(layer).__qualname__}"
             raise ValueError(
-                f"the models of {path} must have the layers of one process, nn.BatchNorm2d and "
+                f"the models of {path} must use unsynchronized layers, nn.BatchNorm2d and "
                 f"L.BatchNormalization for example, which the comparison converts: got {kind}."
             )
 

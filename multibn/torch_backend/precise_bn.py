@@ -25,7 +25,7 @@ from multibn._typing import check_bool, check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.layer_communicator import during
 from multibn.communicators.nonfinite import skips
-from multibn.engine.precise import Estimate, Pass, Population, input_of, length_of
+from multibn.engine.precise import Estimate, Population, PopulationRun, input_of, length_of
 from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
 from multibn.engine.statistics import OneValueError, aggregate, local_moments
 from multibn.kernels import steps
@@ -150,7 +150,7 @@ def update_bn_stats(
     forward = forward_fn or partial(_forward, left_out=left_out)
     known = [n for n in (num_iters, length_of(data_loader)) if n]
     world = participants(model, process_group)
-    run = Pass(layers, world, title="precise batch norm", source="`data_loader`")
+    run = PopulationRun(layers, world, title="precise batch norm", source="`data_loader`")
     with _unchanged(inner), torch.no_grad(), ExitStack() as hooks:
         if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
@@ -327,7 +327,7 @@ class _WatchedNorm:
             self.estimator = Population(like) if exact else _MeanOfVar(like, self.communicator)
 
     @contextmanager
-    def watched(self, run: Pass) -> Iterator[None]:
+    def watched(self, run: PopulationRun) -> Iterator[None]:
         """Note each call in `run`, and add the inputs of torch's own layers."""
         is_own, own_forward = isinstance(self.module, SyncNormBase), self.module.forward
         of_torch = type(self.module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)

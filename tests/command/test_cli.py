@@ -63,7 +63,7 @@ def _said(monkeypatch: Any, *present: str) -> str:
             ["torch", "mpi4py"],
             '"works here": "torch in one process, under mpiexec and under torchrun',
         ),
-        (["torch"], '"GPU": "no GPU found; for one: pip install torch \'triton>=3.4\''),
+        (["torch"], '"GPU": "no GPU found; to use one: pip install torch \'triton>=3.4\''),
         (["triton", "a GPU"], '"GPU": "reference (slow): pip install torch \'triton>=3.4\''),
         (["torch", "triton"], '"GPU": "Triton, launched by torch, when there is a GPU"'),
         ([], "torchrun\": \"nothing: pip install '.[torch]' in multibn's checkout"),
@@ -95,8 +95,8 @@ def test_a_report_that_finds_no_place_is_no_refusal(tmp_path: Path) -> None:
 
     torch.save(torch.nn.BatchNorm2d(2).state_dict(), tmp_path / "a.pt")
     commands = {
-        "convert a.pt b.npz >/dev/full": (1, "convert: wrote b.npz: 5 arrays, but this could not"),
-        "pool a.pt --counts 1 -o b.pt >/dev/full": (1, "pool: wrote b.pt: 5 arrays, but this cou"),
+        "convert a.pt b.npz >/dev/full": (1, "convert: wrote b.npz: 5 arrays, but printing the"),
+        "pool a.pt --counts 1 -o b.pt >/dev/full": (1, "pool: wrote b.pt: 5 arrays, but printing"),
         "info >/dev/full": (2, "info: [Errno 28]"),
         "convert a.pt c.npz >&-": (0, ""),
     }

@@ -243,7 +243,7 @@ def test_a_forward_fn_that_changes_modes_is_undone() -> None:
         ({"num_samples": 5}, 2, None),
         ({"num_samples": 12}, 3, None),
         ({"num_samples": 5, "num_iters": 1}, 1, None),
-        ({"num_iters": 5}, 3, r"`num_iters` is 5: `data_loader` ended after 3 on rank 0\. The b"),
+        ({"num_iters": 5}, 3, r"`num_iters` is 5: `data_loader` ended after 3 on rank 0\. All b"),
         ({"num_samples": 99}, 3, r"`num_samples` is 99: `data_loader` ended after 12 on all r"),
     ],
 )
