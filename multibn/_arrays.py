@@ -52,7 +52,8 @@ def _check_float64(xp: Any, kind: type) -> None:
 
 def device(x: Array, /) -> Any:
     """Where `x` is; "cpu" for arrays of a NumPy before 2.0, which do not say; None in a trace."""
-    return getattr(x, "device", "cpu" if isinstance(x, np.ndarray | np.generic) else None)
+    # Not `np.ndarray | np.generic`, which torch.compile cannot trace.
+    return getattr(x, "device", "cpu" if isinstance(x, (np.ndarray, np.generic)) else None)
 
 
 def on_device_of(x: Any, /) -> AbstractContextManager[Any]:

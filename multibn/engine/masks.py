@@ -1,4 +1,4 @@
-"""Which elements of an activation count, and what a rank counts for: masks, lengths, weightings.
+"""Masks and lengths (which elements are used), and the weight of each rank.
 
 A mask of the engine has the shape of the activation but for the channel axes, which have size 1.
 """
@@ -37,8 +37,8 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
         mask = _mask_of(lengths, elements, x)
     if not xp.isdtype(mask.dtype, "bool"):
         raise TypeError(
-            f"`mask` must be of dtype bool, True for the elements that count: got {mask.dtype}. "
-            "Compare first: mask > 0, or mask == 0 if what counts has 0 and padding -inf."
+            f"`mask` must have dtype bool (True = use the element): got {mask.dtype}. "
+            "Convert it: `mask > 0`, or `mask == 0` for an additive mask (0 and -inf)."
         )
     if device(mask) != device(x):
         raise ValueError(
@@ -72,8 +72,8 @@ WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-# The weight of a rank with elements of which none counts, in host memory. Beside the weight of any
-# other rank it is lost; alone it tells masks that leave nothing from batches without an element.
+# Weight of a rank whose elements are all masked, in host memory: negligible compared with any other
+# weight, but distinguishes the rank from one with an empty batch.
 _MASKED_OUT = 2.0**-1000
 
 
@@ -111,8 +111,8 @@ def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
 def _cure(mask: tuple[int, ...], x: tuple[int, ...]) -> str:
     """The cure for a mask whose shape does not fit the shape of the input, if there is one."""
     cures = {
-        x[:1]: f"Give a mask of whole samples its other axes: mask[:{', None' * (len(x) - 2)}].",
-        x[:-1]: "Transpose an input with its channels last before, and its output after.",
+        x[:1]: f"For a per-sample mask, add the other axes: mask[:{', None' * (len(x) - 2)}].",
+        x[:-1]: "The input looks channels-last: transpose it to (N, C, ...), and the output back.",
         (x[0], *x[2:], 1): "Leave the axis of the channels out: mask[..., 0].",
     }
     cures |= {
@@ -131,7 +131,7 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
         )
     if not xp.isdtype(lengths.dtype, "integral"):
         raise TypeError(
-            f"`lengths` must be integers: got dtype {lengths.dtype}. Of lengths relative to L, "
+            f"`lengths` must be integers: got dtype {lengths.dtype}. For relative lengths, "
             "pass round(L * lengths) as integers."
         )
     N, L, *others = elements
@@ -145,9 +145,12 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
         wrong = xp.nonzero((lengths < 0) | (lengths > L))[0]
         if wrong.shape[0]:
             n = int(wrong[0])
-            cure = "If a layer before has shortened the input, shorten `lengths`, too."
+            cure = "If an earlier layer shortened the input (stride, pooling), shorten them, too."
             if int(xp.max(lengths)) <= x.shape[1]:
-                cure = "Transpose an input (N, L, C) before, and its output after."
+                cure = (
+                    "The input looks like (N, L, C): transpose it to (N, C, L), and transpose the "
+                    "output back."
+                )
             raise ValueError(
                 f"`lengths` must be from 0 to {L}, the length of an input (N, C, L, ...) of shape "
                 f"{tuple(x.shape)}: got {int(lengths[n])} for sample {n}. {cure}"

@@ -54,7 +54,8 @@ class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tap
 
 
 class replaying(Taping):  # noqa: N801
-    """Context manager for a pass that runs again, from the start of `tape`; can be entered again.
+    """Context manager for a recomputed pass, which reuses the statistics on `tape`; can be entered
+    again.
 
     Raises
     ------
@@ -89,9 +90,9 @@ class replaying(Taping):  # noqa: N801
         # tensors that it needs.
         if not any(exception) and self.position < len(self.tape):
             raise RuntimeError(
-                f"the recomputation has met {self.position} of the {len(self.tape)} batch "
-                "norms of the first pass. A recomputed block must do the same both times: switch "
-                "between training and evaluation after the backward pass."
+                f"the recomputation ran {self.position} of the {len(self.tape)} batch norms of "
+                "the first pass. A recomputed block must run the same layers both times: call "
+                "train() or eval() only after the backward pass."
             )
 
     def next(self, channels: tuple[int, ...]) -> BatchStatistics:
@@ -133,7 +134,7 @@ def replayed(channels: tuple[int, ...]) -> BatchStatistics | None:
 def record(batch: BatchStatistics, args: NormArgs | None = None, plan: Any = None) -> None:
     """Put statistics on all tapes that record inside of the innermost replay, if any.
 
-    Without an input they are of a pass that runs again.
+    `args` is None in a recomputed pass.
     """
     for current in reversed(state.stack):
         if isinstance(current, replaying):

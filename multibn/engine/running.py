@@ -121,7 +121,7 @@ def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str
 
 
 class PopulationEstimator:
-    """Exact mean and variance of all batches shown by `update`, also of unequal sizes.
+    """Exact mean and variance of all batches passed to `update`, also of unequal sizes.
 
     Parameters
     ----------

@@ -176,18 +176,17 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
         nonfinite.raise_if_nonfinite(communicator, x.dtype, sums.reshape(-1, sums.shape[-1]).max(0))
         return
     raise OneValueError(
-        "normalizing by the statistics of a batch needs more than 1 value per channel over "
-        f"all ranks together: got 1 on {communicator.size} rank(s) in "
-        f"{nonfinite.name_of(communicator)}, with an input of shape "
-        f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last "
-        "one, or evaluate with running statistics."
+        "batch statistics need more than 1 value per channel over all ranks: got 1 on "
+        f"{communicator.size} rank(s) in {nonfinite.name_of(communicator)}, with an input of shape "
+        f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last one "
+        "(drop_last=True), or evaluate with running statistics."
     )
 
 
 def refuse(
     communicator: Communicator, num_channels: int, /, *, like: Array, error: Exception | None = None
 ) -> None:
-    """Take part in the other ranks' `aggregate` only to tell them that this rank cannot.
+    """Join the other ranks' `aggregate` with a rejection, so that they learn that this rank cannot.
 
     For a rank that finds its input to be invalid, before it raises its own `error`, which becomes a
     line on stderr: without it the other ranks would wait for this one. Arrays are made beside

@@ -53,7 +53,7 @@ def num_threads() -> int:
 
 
 def _use_arrays(*of_torch: Any) -> None:
-    """Tell the core where named tuples have their fields, and which types are arrays."""
+    """Register the positions of named-tuple fields with the core, and which types are arrays."""
     numbered = ((kind._make(range(len(kind._fields))), names) for kind, names in FIELDS.items())
     places = [getattr(record, name) for record, names in numbered for name in names]
     _core.use(places, num_threads, np.ndarray, *of_torch)

@@ -120,7 +120,7 @@ def finish_forward(
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
     """Do as `reference.begin_backward`; two launches, three for the sign of an output that is gone.
 
-    Also returns what `finish_backward` goes on from.
+    Also returns state for `finish_backward`.
     """
     g = unpacked(g)
     args, tilings = g.input, _tilings(g.input)

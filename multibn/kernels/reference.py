@@ -54,7 +54,7 @@ def begin_forward(
     `rank_weight` is what this rank counts for, `count` its elements per channel, those of the mask
     only if there is one; with a mask on a GPU, both are arrays of shape `()`. `mark` takes the
     place of moments that are not finite. `out` gets the payload and is returned: a
-    `message.Message`, or a float64 vector of NumPy's.
+    `multibn.wire.Message`, or a float64 vector of NumPy's.
     """
     mean, var = local_moments(args, count)
     return _written(pack(mean, var + mean * mean, rank_weight, count, mark), out)
@@ -73,9 +73,9 @@ def finish_forward(
     """Normalize by the sum of all ranks' payloads, and move the running statistics.
 
     Returns the output, the statistics of the whole batch, and `OK`, or what is wrong with the
-    message: the running statistics then stay as they are, and the output may be anything. `summed`
-    is on the device of `x` or in host memory, and is not kept: the memory may be the channel's.
-    With `coefficients`, the output is left to the caller, as in `normalize`.
+    message: the running statistics are then unchanged, and the output may be anything. `summed` is
+    on the device of `x` or in host memory, and is not kept: the memory may be the channel's. With
+    `coefficients`, the output is left to the caller, as in `normalize`.
     """
     batch, state = statistics_of(args, summed, rank_weight, count)
     y = normalize(args, batch, coefficients=coefficients)
@@ -192,7 +192,7 @@ def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
 
 
 def about(args: NormArgs, mean: Array, /) -> tuple[NormArgs, Array]:
-    """The input less a mean, for its moments only; and the mean as it was taken away, wide."""
+    """Return `x - mean` (for computing moments only), and the subtracted mean in float64."""
     xp, (centre,) = array_namespace(args.x), _narrow(args.x, mean)
     x = xp.astype(args.x, centre.dtype, copy=False) - per_channel(centre, args.x, args.axis)
     return args._replace(x=x, residual=None, relu=False, running=None), as_wide(centre)

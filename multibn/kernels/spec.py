@@ -125,7 +125,7 @@ options_of: Any = attrgetter("eps", "axis", "relu")
 
 
 class Gradient(NamedTuple):
-    """The gradient of one output, and what made the output.
+    """Arguments of the backward pass.
 
     Attributes
     ----------

@@ -106,7 +106,7 @@ def _is_finite(summed: Array) -> Array:
 
 
 def _is_readable(v: Array) -> bool:
-    """Whether the host may look at numbers now."""
+    """Return whether values can be read without synchronizing or tracing."""
     return is_on_host(v) and not (is_traced(v) or is_abstract(v))
 
 
@@ -185,7 +185,7 @@ def variance_factor(
 
 
 def sum_like(summed: Array, x: Array) -> Array:
-    """A sum in the library of `x`, in memory that is not a channel's."""
+    """Return a sum as an array of `x`'s library, copied out of the channel's buffer."""
     xp = array_namespace(x)  # torch's asarray would take the default device, which may be a GPU
     of_host = getattr(xp, "from_numpy", xp.asarray)
     return of_host(summed.copy()) if type(summed) is np.ndarray else summed

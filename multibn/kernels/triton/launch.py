@@ -34,9 +34,9 @@ def require_launcher() -> None:
             raise RuntimeError(f"the GPU has compute capability {target.arch / 10}, below 7.0.")
     except Exception as error:  # of Triton, or of the compiler's process
         warnings.warn(
-            f"Triton cannot launch kernels here: {error} Layers compute on the GPU by torch's "
-            "operations, which takes longer. Where a compiler is missing, install a C compiler and "
-            "Python's headers, on Debian gcc and python3-dev.",
+            f"Triton is not usable here ({error}), so layers fall back to slower torch "
+            "operations. If a compiler is missing, install a C compiler and Python's headers, on "
+            "Debian gcc and python3-dev.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -41,7 +41,7 @@ _ANYWHERE = ("mask", "mean", "summed", "element_weight")  # in memory
 
 
 def _pass(function):
-    """A kernel of which one serves all sizes; activations begin at multiples of 16 bytes or not."""
+    """Decorate a kernel that serves all sizes, specialized on 16-byte alignment alone."""
     return triton.jit(do_not_specialize=(*_SIZES, *_ANYWHERE))(function)
 
 

@@ -82,7 +82,7 @@ class PreparedStep:
         new, message = x.new_empty, messages.new(x)
         numbers = new(payload, dtype=torch.float64) if message is None else message.numbers
         scratch, found = new(5 * C + num_partials, dtype=dtype), new(2 * C + 2, dtype=torch.float64)
-        # What is returned keeps no partial sums alive.
+        # Memory of its own: a view of `scratch` would keep the partial sums alive.
         y = new((5, *shape), dtype=dtype) if self._coefficients else torch.empty_like(x)
         coefficients, mean = scratch.data_ptr(), found.data_ptr()
         values: tuple[int | None, ...] = (

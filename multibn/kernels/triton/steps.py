@@ -27,7 +27,7 @@ _CONSTANTS = {"BLOCK", "SHARE", "SPLITS", "CUMULATIVE", "UNBIASED"}
 
 
 def _step(function):
-    """A kernel of which one serves all sizes, and arrays that begin anywhere in memory."""
+    """Decorate a Triton kernel that is specialized on neither sizes nor alignment."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     others = [name for name in names if name not in _CONSTANTS]
     return triton.jit(do_not_specialize=others)(function)

@@ -1,4 +1,4 @@
-"""Half a block as one node of autograd's graph: saves nothing, and runs again in backward.
+"""Autograd function for one residual branch: saves no activations, and runs again in backward.
 
 Importing this module imports torch's compiler, which takes seconds.
 """
@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 from multibn.torch_backend.reversible.half_block import Half
 
 _REASON = (
-    "reversible blocks recompute their activations outside of compiled graphs. Compile without "
-    'fullgraph=True, or F and G themselves, or take `mode="stored"`.'
+    "reversible blocks cannot be part of a compiled graph. Compile without fullgraph=True, compile "
+    'F and G instead, or set `mode="stored"`.'
 )
 
 

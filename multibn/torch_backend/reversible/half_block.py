@@ -1,4 +1,4 @@
-"""Half a block: a function of one stream, whose result the other stream adds."""
+"""One residual branch (F or G) of a reversible block."""
 
 import contextlib
 import sys
@@ -61,7 +61,7 @@ class Half:
         return f"{'FG'[self.into]} of block {self.block}"
 
     def __call__(self, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
-        """The function of stream `there` that stream `here` adds."""
+        """Return what is added to stream `here`, computed from stream `there`."""
         added: Any = self.module(there.to(self.seen), *cond)
         if not (isinstance(added, Tensor) and added.is_floating_point()):
             raise TypeError(
@@ -87,8 +87,9 @@ class Half:
         kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
         if any(isinstance(part, kinds) for part in self._parts):
             raise RuntimeError(
-                f"{self} is sharded by FSDP, and could not be run again with the gathered "
-                "parameters. Shard the ReversibleSequence as a whole, `fully_shard(sequence)`, or "
+                f"{self} is sharded by FSDP separately, so it cannot be recomputed with the "
+                "gathered parameters. Shard the ReversibleSequence as a whole, "
+                "`fully_shard(sequence)`, or "
                 'several shorter ones, or use `mode="stored"`.'
             )
         device = inputs[0].device
@@ -109,13 +110,13 @@ class Half:
         self._rng = None if all(map(torch.equal, before, self._rng_states())) else before
         if (changed := self._changed()) is not None:
             raise RuntimeError(
-                f"{self} changes its own `{changed}` when it is called, and would find another "
-                'value there when it runs again. Use `mode="stored"`.'
+                f"{self} modifies its buffer `{changed}` in forward, so recomputing it would give "
+                'a different result. Use `mode="stored"`.'
             )
         if [t._version for t in inputs] != versions:
             raise RuntimeError(
-                f"{self} changes its input in place, and could not be run again on it. Clone the "
-                "input there, or take an operation that is not in place."
+                f"{self} modifies its input in place, so it cannot be recomputed. Clone the input "
+                "or use an out-of-place operation."
             )
 
     @contextlib.contextmanager
@@ -126,9 +127,9 @@ class Half:
         """
         if (changed := self._changed()) is not None:
             raise RuntimeError(
-                f"`{changed}` of {self} has been modified since the forward pass, which would have "
-                "to run again with its old value. Call backward before what modifies it: an "
-                "optimizer's step, or, for a buffer, DistributedDataParallel's next forward pass "
+                f"`{changed}` of {self} was modified after the forward pass, so its activations "
+                "cannot be recomputed. Call backward() before the optimizer step or other "
+                "modification; for a buffer, before DistributedDataParallel's next forward pass "
                 "unless `broadcast_buffers=False`."
             )
         flags = zip(self._parts, self._training, strict=True)

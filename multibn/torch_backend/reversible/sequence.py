@@ -24,7 +24,7 @@ Block: TypeAlias = tuple[nn.Module, nn.Module]
 
 
 class ReversibleSequence(nn.Module):
-    """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)` whose memory does not grow with their number.
+    """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)` whose activation memory does not grow with depth.
 
     In training, autograd saves the outputs of the last block only; the backward pass recomputes
     each block's inputs and runs F and G again (Gomez et al. 2017, Mangalam et al. 2022). The rest
@@ -131,7 +131,7 @@ class ReversibleSequence(nn.Module):
         return self._run(range(len(self.layers)), x1, x2, *cond)
 
     def _run(self, which: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
-        """The forward pass of those of the layers."""
+        """Run only some of the layers."""
         check_choice("mode", self.mode, Mode)
         streams, seen = _streams(x1, x2, self.stream_dtype)
         halves = self._halves(which, streams, seen)

@@ -177,7 +177,7 @@ def test_wrong_splits_groups_and_inputs_are_refused() -> None:
             layer(torch.ones(4, 3, 2, 2), lengths=torch.ones(n, dtype=torch.int64))
     layer(torch.zeros(0, 3, 2, 2))
     assert not layer.num_batches_tracked
-    with pytest.raises(ValueError, match="needs more than 1 value per channel"):
+    with pytest.raises(ValueError, match="need more than 1 value per channel"):
         convert_sub_batchnorm(nn.BatchNorm1d(3), 2)(torch.randn(1, 3))
 
 

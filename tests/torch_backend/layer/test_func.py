@@ -316,7 +316,7 @@ def test_invalid_values_are_errors_under_vmap() -> None:
     for wrong, kind, message in (
         (XS[:, :, :2], ValueError, "must have 3 channels"),
         (XS.long(), TypeError, "real floating-point dtype"),
-        (XS[:, :1], ValueError, "needs more than 1 value per channel"),
+        (XS[:, :1], ValueError, "need more than 1 value per channel"),
         (torch.stack([X, X / 0]), FloatingPointError, "not finite"),
     ):
         with pytest.raises(kind, match=message):

@@ -196,11 +196,11 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("features", {"mask": torch.ones(4, L, 1).bool()}, ValueError,
      r"got \(4, 7, 1\) .*Leave the axis of the channels out: mask\[\.\.\., 0\]\."),
     ("samples", {"mask": torch.ones(4).bool()}, ValueError,
-     r"got \(4,\) .* whole samples its other axes: mask\[:, None\]\."),
+     r"got \(4,\) .* per-sample mask, add the other axes: mask\[:, None\]\."),
     ("other", {"mask": torch.ones(4, 2, L).bool()}, ValueError, r"\(4, 3, 7\)\.$"),
     ("size", {"mask": torch.ones(3, L).bool()}, ValueError, r"\(4, 7\), .* got \(3, 7\)"),
     ("dtype", {"mask": torch.ones(4, L)}, TypeError, "must be of dtype bool.*: got torch.float32. "
-     "Compare first: mask > 0, or mask == 0 if what counts has 0 and padding -inf"),
+     "Convert it: `mask > 0`, or `mask == 0` for an additive mask"),
     ("device", {"mask": torch.ones(4, L, device="meta").bool()}, ValueError,
      "`mask` must be on the device of the input, cpu: got meta"),
     ("type", {"mask": np.ones((4, L), bool)}, TypeError, "`mask` must be a Tensor.*: got ndarray"),
@@ -208,7 +208,7 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
      "`lengths` must be a Tensor.*: got list. Make it one, by torch.asarray"),
     ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
      "`lengths` must be from 0 to 7, the length of an input .*: got 8 for sample 1. If a layer "
-     "before has shortened the input, shorten `lengths`, too"),
+     "earlier layer shortened the input"),
     ("negative", {"lengths": torch.tensor([1, 7, -1, 1])}, ValueError, "got -1 for sample 2"),
     ("sparse", {"mask": torch.ones(4, L).bool().to_sparse()}, TypeError,
      r"`mask` must be a dense tensor: got layout torch.sparse_coo. Call to_dense\(\) on it"),
@@ -216,7 +216,7 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
      "`lengths` must be a dense tensor: got layout torch.sparse_coo"),
     ("number", {"lengths": torch.ones(3).long()}, ValueError, r"shape \(4,\), .* got \(3,\)"),
     ("real", {"lengths": torch.ones(4)}, TypeError,
-     "must be integers: got dtype torch.float32. Of lengths relative to L, pass round"),
+     "must be integers: got dtype torch.float32. For relative lengths, pass round"),
 ]  # fmt: skip
 
 
@@ -236,9 +236,9 @@ def test_an_input_with_channels_last_is_told_of_the_transpose() -> None:
     layer, x = layer_of(), X.movedim(1, -1)
     with pytest.raises(ValueError, match=r"got 7 in shape .*pass x\.movedim\(-1, 1\)"):
         layer(x, lengths=torch.full((4,), 2))
-    with pytest.raises(ValueError, match=r"got 7 for sample 0. Transpose an input \(N, L, C\) b"):
+    with pytest.raises(ValueError, match=r"got 7 for sample 0. The input looks like \(N, L, C\)"):
         layer(x, lengths=torch.full((4,), L))
-    with pytest.raises(ValueError, match=r"got \(4, 7\) .* Transpose an input with its channel"):
+    with pytest.raises(ValueError, match=r"got \(4, 7\) .* The input looks channels-last"):
         layer(x, mask=torch.ones(4, L).bool())
     with pytest.raises(ValueError, match=r"got 8 in shape \(4, 8, 7\)\.$"):
         layer(torch.zeros(4, 8, L))
@@ -312,7 +312,7 @@ def test_one_element_over_all_ranks_is_an_error() -> None:
     def train(communicator: ThreadCommunicator) -> None:
         mask = torch.zeros(4, L).bool()
         mask[0, 0] = communicator.rank == 0
-        with pytest.raises(ValueError, match="needs more than 1 value per channel over all ranks"):
+        with pytest.raises(ValueError, match="need more than 1 value per channel over all ranks"):
             layer_of(communicator)(X, mask=mask)
 
     run_ranks(2, train)

@@ -198,7 +198,7 @@ def test_a_state_without_a_counter_leaves_the_layers_own(trained: int) -> None:
 
 
 def test_one_value_per_channel_is_an_error() -> None:
-    with pytest.raises(ValueError, match="more than 1 value per channel over all ranks together"):
+    with pytest.raises(ValueError, match="more than 1 value per channel over all ranks"):
         make(3)(torch.ones(1, 3))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         make(3, track_running_stats=False).eval()(torch.ones(1, 3))

@@ -20,7 +20,7 @@ NormFactory = Callable[[int, Role], nn.Module]
 PoolMode = Literal["conv", "conv_unshared", "avg", "max"]
 DropPathMode = Literal["residual_branch", "whole"]
 
-# Of the numbers; all others are probabilities.
+# Allowed ranges of float options; the others are probabilities.
 _INTERVALS = {"mlp_ratio": "(0, inf)", "head_init_scale": "(-inf, inf)"}
 
 _NORMS: dict[Any, NormFactory] = {
@@ -35,9 +35,9 @@ _FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(\d+(?:\.\d+)?))?(_(\d+(?:\.
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
 # Keys that become no option, with the one value that they may have, and SlowFast's default.
 _FIXED = {
-    "MVIT.REV.ENABLE": (True, False, "which is another model"),
-    "MVIT.REV.RES_PATH": ("conv", "conv", "with which SlowFast's own model fails"),
-    "DETECTION.ENABLE": (False, False, "and this is a classifier"),
+    "MVIT.REV.ENABLE": (True, False, "other values select a non-reversible model"),
+    "MVIT.REV.RES_PATH": ("conv", "conv", "SlowFast's own model fails with this value"),
+    "DETECTION.ENABLE": (False, False, "detection is not supported"),
 }
 
 # Keys of MVIT that are accepted and become no option: SlowFast's reversible model does not read
@@ -111,7 +111,7 @@ class RevMViTConfig:
         of stage transitions, and F and G of a block independently; `"whole"` zeroes the output of a
         transition, and skips both F and G, as SlowFast does.
     mode
-        Of training, not a key of SlowFast: `"auto"` recomputes activations in the backward pass,
+        Training mode, not a SlowFast key: `"auto"` recomputes activations in the backward pass,
         `"reversible"` also those of frozen blocks, and `"stored"` stores them, see
         `ReversibleSequence`. In evaluation activations are stored.
 
@@ -193,7 +193,7 @@ class RevMViTConfig:
         if is_norm or not (callable(self.norm) or self.norm in _NORMS):
             raise ValueError(
                 f"`norm` must be one of {', '.join(map(repr, _NORMS))} or a function (dim, role) "
-                f"-> nn.Module: got {self.norm!r}. Other batch norms go in as functions: "
+                f"-> nn.Module: got {self.norm!r}. Pass other batch norms as a function: "
                 "norm=lambda dim, role: SubBatchNorm1d(4, dim)."
             )
         parse_fusion("respath_fuse", self.respath_fuse)
@@ -240,7 +240,7 @@ class RevMViTConfig:
     def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":
         """Read the options from one of SlowFast's configs.
 
-        The model has SlowFast's numbers, but for stochastic depth, for which SlowFast's are
+        The model reproduces SlowFast's results except for stochastic depth; for that, set
         `drop_path_mode="whole"`.
 
         Parameters
@@ -274,14 +274,14 @@ class RevMViTConfig:
         known = {*keys, *_FIXED, *_UNREAD}
         unknown = [key for key in values if key.startswith("MVIT.") and key not in known]
         if unknown:
-            raise ValueError(f"`cfg` has keys that no reversible MViT reads: {', '.join(unknown)}.")
+            raise ValueError(f"`cfg` has unknown MVIT keys: {', '.join(unknown)}.")
         for key, (wanted, default, why) in _FIXED.items():
             if (got := values.get(key, default)) != wanted:
-                raise ValueError(f"`cfg.{key}` must be {wanted!r}: got {got!r}, {why}.")
+                raise ValueError(f"`cfg.{key}` must be {wanted!r}: got {got!r}; {why}.")
         if values.get("MVIT.CLS_EMBED_ON"):
             warnings.warn(
-                "`cfg.MVIT.CLS_EMBED_ON` is True, and a reversible model has no cls token: the "
-                "token is left out.",
+                "`cfg.MVIT.CLS_EMBED_ON` is True but reversible models have no cls token; it is "
+                "ignored.",
                 stacklevel=2,
             )
         read = {name: values[key] for key, name in keys.items() if key in values}

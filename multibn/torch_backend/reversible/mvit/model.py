@@ -162,9 +162,9 @@ class RevMViT(nn.Module):
     -----
     Collective if its norms are.
 
-    In evaluation the model can be differentiated twice, traced and compiled with
-    `fullgraph=True`. If gradients are needed, or in torch.jit.trace, attention is not a fused
-    kernel then: its scores are in memory.
+    In evaluation the model can be differentiated twice, traced and compiled with `fullgraph=True`.
+    If gradients are needed, or in torch.jit.trace, attention is not a fused kernel then, and
+    materializes the scores.
 
     Examples
     --------

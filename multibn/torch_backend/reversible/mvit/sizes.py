@@ -72,9 +72,9 @@ def layer_sizes(config: RevMViTConfig) -> list[LayerSizes]:
         grid = _pooled(grid, kernel, stride, [k // 2 for k in kernel])
         if not layer.transition and (grid != layer.grid or dim_out != dim):
             raise ValueError(
-                "`buffer_layers` must name each layer that pools its queries or changes the width: "
-                f"got {sorted(config.buffer_layers)}, without layer {i}, which makes {dim_out} "
-                f"channels on grid {grid} of {dim} on {layer.grid}."
+                "`buffer_layers` must include every layer that pools queries or changes the width: "
+                f"got {sorted(config.buffer_layers)}, but layer {i} changes {dim} channels on grid "
+                f"{layer.grid} to {dim_out} on {grid}."
             )
         layers.append(layer)
         dim = dim_out

@@ -25,7 +25,7 @@ PUBLISHED: dict[str, tuple[int, int]] = {
     "rev_mvit_b": (39_689_320, 8_637_816_576),
     "rev_mvit_b_16x4": (34_963_120, 63_652_357_632),
 }
-CLS = "a reversible model has no cls token: the token is left out"
+CLS = "reversible models have no cls token; it is ignored"
 
 
 def tree(**changes: Any) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
     [
         (
             {"buffer_layers": (3,)},
-            r"`buffer_layers` must name each layer .* got \[3\], without layer 1",
+            r"`buffer_layers` must include every layer .* got \[3\], but layer 1",
         ),
         (
             {"buffer_layers": ()},
-            r"`buffer_layers` must name each layer .* got \[\], without layer 1",
+            r"`buffer_layers` must include every layer .* got \[\], but layer 1",
         ),
         ({"pool_q_stride": ((1, 1, 2, 2), (3, 1, 2, 2), (4, 1, 2, 2))}, r"without layer 4, which"),
         ({"buffer_layers": (7,)}, r"`buffer_layers` must name layers from 0 to 4: got 7"),
@@ -176,7 +176,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
             tree(REV={"ENABLE": True, "RES_PATH": "max"}),
             r"`cfg.MVIT.REV.RES_PATH` must be 'conv': got 'max', with which SlowFast's own",
         ),
-        (tree(EMBED_DIMS=32), r"`cfg` has keys that no reversible MViT reads: MVIT.EMBED_DIMS"),
+        (tree(EMBED_DIMS=32), r"`cfg` has unknown MVIT keys: MVIT.EMBED_DIMS"),
         ({**tree(), "DETECTION": {"ENABLE": True}}, r"`cfg.DETECTION.ENABLE` must be False"),
         (tree(NORM=torch.nn.BatchNorm1d), r"a function .*: got <class '.*BatchNorm1d'>\. Other"),
         (tree(NORM="batch"), r"`norm` must be one of 'layernorm', .* got 'batch'"),
