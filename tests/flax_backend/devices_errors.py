@@ -47,7 +47,7 @@ def check_refused_inputs() -> None:
         ("`mask` must have shape .*expand_dims", given(mask=mask), X),
         (r"`mask` must have .*one channel: mask\[\.\.\., :1\]", given(mask=X > 0), X),
         (r"`mask` must have the shape .*got \(4, 4\)", given(mask=mask[:, :4, None]), X),
-        (r"`mask` must be of dtype bool", given(mask=X[..., :1]), X),
+        (r"`mask` must have dtype bool", given(mask=X[..., :1]), X),
         (r"cannot be passed together", given(mask=mask[..., None], lengths=four), X),
         (r"`lengths` must have shape \(4,\)", given(lengths=jnp.ones(5, int)), X),
         (r"`lengths` needs an input of shape \(N, L", given(lengths=four), X[:, 0]),

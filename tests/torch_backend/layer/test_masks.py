@@ -199,7 +199,7 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
      r"got \(4,\) .* per-sample mask, add the other axes: mask\[:, None\]\."),
     ("other", {"mask": torch.ones(4, 2, L).bool()}, ValueError, r"\(4, 3, 7\)\.$"),
     ("size", {"mask": torch.ones(3, L).bool()}, ValueError, r"\(4, 7\), .* got \(3, 7\)"),
-    ("dtype", {"mask": torch.ones(4, L)}, TypeError, "must be of dtype bool.*: got torch.float32. "
+    ("dtype", {"mask": torch.ones(4, L)}, TypeError, "must have dtype bool.*: got torch.float32. "
      "Convert it: `mask > 0`, or `mask == 0` for an additive mask"),
     ("device", {"mask": torch.ones(4, L, device="meta").bool()}, ValueError,
      "`mask` must be on the device of the input, cpu: got meta"),
@@ -207,7 +207,7 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("list", {"lengths": [1, 2, 3, 4]}, TypeError,
      "`lengths` must be a Tensor.*: got list. Make it one, by torch.asarray"),
     ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
-     "`lengths` must be from 0 to 7, the length of an input .*: got 8 for sample 1. If a layer "
+     "`lengths` must be from 0 to 7, the length of an input .*: got 8 for sample 1. If an "
      "earlier layer shortened the input"),
     ("negative", {"lengths": torch.tensor([1, 7, -1, 1])}, ValueError, "got -1 for sample 2"),
     ("sparse", {"mask": torch.ones(4, L).bool().to_sparse()}, TypeError,
@@ -302,7 +302,7 @@ def test_lengths_may_be_any_integers(dtype: torch.dtype) -> None:
 
 
 def test_evaluation_checks_masks_too() -> None:
-    with pytest.raises(TypeError, match="must be of dtype bool"):
+    with pytest.raises(TypeError, match="must have dtype bool"):
         layer_of().eval()(X, mask=torch.ones(4, L))
     with pytest.raises(ValueError, match=r"`lengths` needs an input of shape \(N, C, L\)"):
         layer_of().eval()(X[:, :, 0], lengths=torch.ones(4).long())

@@ -141,7 +141,7 @@ def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
             {"buffer_layers": ()},
             r"`buffer_layers` must include every layer .* got \[\], but layer 1",
         ),
-        ({"pool_q_stride": ((1, 1, 2, 2), (3, 1, 2, 2), (4, 1, 2, 2))}, r"without layer 4, which"),
+        ({"pool_q_stride": ((1, 1, 2, 2), (3, 1, 2, 2), (4, 1, 2, 2))}, r"but layer 4 changes"),
         ({"buffer_layers": (7,)}, r"`buffer_layers` must name layers from 0 to 4: got 7"),
         (
             {"pool_q_stride": ((9, 1, 2, 2),)},
@@ -170,15 +170,21 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 @pytest.mark.parametrize(
     "cfg, message",
     [
-        (tree(REV={"ENABLE": False}), r"`cfg.MVIT.REV.ENABLE` must be True: got False, which is"),
+        (
+            tree(REV={"ENABLE": False}),
+            r"`cfg.MVIT.REV.ENABLE` must be True: got False; other values",
+        ),
         ({"MODEL": {"NUM_CLASSES": 4}}, r"`cfg.MVIT.REV.ENABLE` must be True: got False"),
         (
             tree(REV={"ENABLE": True, "RES_PATH": "max"}),
-            r"`cfg.MVIT.REV.RES_PATH` must be 'conv': got 'max', with which SlowFast's own",
+            r"`cfg.MVIT.REV.RES_PATH` must be 'conv': got 'max'; SlowFast's own",
         ),
         (tree(EMBED_DIMS=32), r"`cfg` has unknown MVIT keys: MVIT.EMBED_DIMS"),
         ({**tree(), "DETECTION": {"ENABLE": True}}, r"`cfg.DETECTION.ENABLE` must be False"),
-        (tree(NORM=torch.nn.BatchNorm1d), r"a function .*: got <class '.*BatchNorm1d'>\. Other"),
+        (
+            tree(NORM=torch.nn.BatchNorm1d),
+            r"a function .*: got <class '.*BatchNorm1d'>\. Pass other",
+        ),
         (tree(NORM="batch"), r"`norm` must be one of 'layernorm', .* got 'batch'"),
     ],
 )
