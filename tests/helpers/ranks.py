@@ -133,6 +133,10 @@ class _CountingChannel:
             self._counting.messages.append(a.size)
         return self._inner.compare(a, kind, *facts)
 
+    def allreduce(self, a: HostArray, place: str = "") -> HostArray:
+        self._counting.messages.append(a.size)
+        return self._inner.allreduce(a, place)
+
     def buffer(self, n: int, text: object) -> Buffer:
         inner = self._inner.buffer(n, text)
 
