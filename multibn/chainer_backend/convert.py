@@ -39,7 +39,7 @@ def create_mnbn_model(
     comm, communication_backend, weighting, avg_var, nonfinite
         As `MultiNodeBatchNormalization`'s.
     strict
-        Whether a link that cannot be converted is an error, and a model without a link to convert.
+        Raise if a link cannot be converted, or if the model has none to convert.
 
     Raises
     ------
@@ -51,11 +51,11 @@ def create_mnbn_model(
     Warns
     -----
     UserWarning
-        One warning for all links that are copied as they are, with paths for each reason: a class
-        that overrides more than the constructor, as L.BatchRenormalization does, or one that has
-        moving averages and is no L.BatchNormalization, as conditional normalizations of GANs have
-        and ChainerMN's own link. One if the model has no link to convert. One for links that share
-        already, and have other options than those that were passed.
+        One warning lists the links that are copied without conversion, by reason: a class that
+        overrides more than the constructor, as L.BatchRenormalization does, or a class with moving
+        averages that is not an L.BatchNormalization: conditional normalizations of GANs, and
+        ChainerMN's own link. Another warning says that the model has no link to convert, a third
+        one lists links that are already synchronized with different options.
 
     Examples
     --------
@@ -80,12 +80,12 @@ def create_mnbn_model(
     mine = vars(LinkOptions(weighting=weighting, avg_var=avg_var, nonfinite=nonfinite))
     asked = {name: v for name, v in mine.items() if v != getattr(LinkOptions, name)}
     shared: dict[str, str] = {}
-    obstacles = others(link)
+    obstacles = find_unsupported_norms(link)
     # The memo of the deep copy holds the new links, so that they replace the old ones in children,
     # Sequentials and any other attributes, and shared parameters stay shared.
     memo: dict[int, Any] = {}
     for path, each in link.namedlinks():
-        # A communicator stays itself: its ranks would have to make a copy together.
+        # Do not copy communicators: the constructor of some is collective.
         kept = [v for v in vars(each).values() if hasattr(type(v), "allreduce")]
         memo |= {id(communicator): communicator for communicator in kept}
         if isinstance(each, MultiNodeBatchNormalization):
@@ -99,12 +99,16 @@ def create_mnbn_model(
         else:
             norms.append(each)
     if unlike := {path: has for path, has in shared.items() if has}:
-        message = list_obstacles(unlike, "link(s) are copied as they are, they share already")
+        message = list_obstacles(
+            unlike, "link(s) are synchronized already and keep their own options"
+        )
         warnings.warn(message, stacklevel=2)
     message = "`link` has no L.BatchNormalization: nothing is converted. "
-    message += "Its links share already." if shared else "Build the model with some."
+    message += "Its links are already synchronized." if shared else "Pass a model with one."
     if obstacles:
-        message = list_obstacles(obstacles, "link(s) are copied as they are, statistics not shared")
+        message = list_obstacles(
+            obstacles, "link(s) could not be converted, statistics will not be synchronized"
+        )
     if strict and (obstacles or not norms):
         raise TypeError(message)
     if obstacles or not norms:
@@ -112,8 +116,8 @@ def create_mnbn_model(
     for old in norms:
         if old.avg_mean is None:
             raise ValueError(
-                "batch normalization links must have a size: got one in `link` that has seen no "
-                "input yet. Call the model once before."
+                "a batch normalization link in `link` is not initialized (size=None). Call the "
+                "model once first."
             )
         # The old link's parameters, if there are any, come with its attributes.
         options: Any = {"decay": old.decay, "eps": old.eps, "axis": old.axis}
@@ -123,11 +127,11 @@ def create_mnbn_model(
     return copy.deepcopy(link, memo)
 
 
-def others(model: chainer.Link) -> dict[str, str]:
-    """Why links with moving averages are no batch normalization of Chainer's, by their paths."""
+def find_unsupported_norms(model: chainer.Link) -> dict[str, str]:
+    """Return why links with moving averages are not L.BatchNormalization, by path."""
     kinds = MultiNodeBatchNormalization, L.BatchNormalization
     return {
-        path: f"{type(link).__module__}.{type(link).__qualname__}: it is no L.BatchNormalization"
+        path: f"{type(link).__module__}.{type(link).__qualname__}: not an L.BatchNormalization"
         for path, link in model.namedlinks()
         if not isinstance(link, kinds) and any(map(is_running_statistic, link._persistent))
     }

@@ -19,7 +19,7 @@ from chainer.dataset import concat_examples
 from multibn._typing import check_bool, list_obstacles
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.check_sync import participants
-from multibn.chainer_backend.convert import others
+from multibn.chainer_backend.convert import find_unsupported_norms
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link, step_accumulators
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.engine.precise import Population, PopulationRun, input_of, length_of
@@ -54,7 +54,8 @@ class FinetunePopulationStatistics(training.Extension):
     device
         The device for `converter`; default: that of `target`.
     eval_func
-        Called with the arrays, the items of a tuple or dict as its arguments; default: `target`.
+        Called as `eval_func(*arrays)` for a tuple, `eval_func(**arrays)` for a dict; default:
+        `target`.
     progress
         Show a progress bar on rank 0, if tqdm is installed.
 
@@ -119,8 +120,8 @@ class FinetunePopulationStatistics(training.Extension):
         check_bool(progress=progress)
         if comm is not None:
             as_communicator(comm)
-        if rest := others(target):
-            message = list_obstacles(rest, "link(s) of `target` keep their moving averages")
+        if rest := find_unsupported_norms(target):
+            message = list_obstacles(rest, "link(s) of `target` are not updated")
             warnings.warn(message, stacklevel=2)
         self._iterator, self._target, self._comm = iterator, target, comm
         self._converter, self._device, self._progress = converter, device, progress
@@ -184,8 +185,8 @@ def _norms(target: chainer.Link) -> list[_Norm]:
         raise ValueError("`target` must have a batch normalization link: got none.")
     if any(link.avg_mean is None for link in links):
         raise ValueError(
-            "batch normalization links must have a size: got one in `target` that has seen no "
-            "input yet. Call the model once before."
+            "a batch normalization link in `target` is not initialized (size=None). Call the model "
+            "once first."
         )
     return [_Norm(link) for link in links]
 

@@ -54,7 +54,7 @@ def prepare(args: NormArgs, link: Any, finetune: bool) -> Plan:
     if chainer.config.schedule_func is not None:
         raise NotImplementedError(
             "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
-            "those of the first batch. Remove the decorator, which may stay for evaluation."
+            "the statistics of the first batch. Remove the decorator for training."
         )
     arrays = args.x, args.weight, args.bias, args.residual
     needed = any(getattr(v, "requires_grad", False) for v in arrays)
@@ -97,7 +97,7 @@ def check_input(
         like = array
         if not axis or max(axis) >= x.ndim or x.ndim < 2:
             raise ValueError(
-                "the input must have 2 or more dimensions and all of the axes to reduce, "
+                "the input must have at least 2 dimensions and include the axes to reduce, "
                 f"{axis}: got shape {x.shape}."
             )
         if (actual := layout.channels(x.shape, axis)) != channels:

@@ -81,7 +81,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     comm
         Anything that `multibn.as_communicator` takes, a ChainerMN communicator for example.
     decay
-        The part of the old moving averages that a step keeps, from 0 to 1.
+        Decay rate of the moving averages, in [0, 1].
     eps
         Positive number that is added to the variance.
     dtype
@@ -92,19 +92,21 @@ class MultiNodeBatchNormalization(chainer.Link):
     axis
         The axes to reduce, an int or a tuple; default: all but the channel axes, from 1 on.
     weighting
-        The weight of a rank: `"element"`, its elements per channel (the concatenated batch),
-        `"sample"`, its batch size, or ChainerMN's `"rank"`, the same for every non-empty rank.
+        How ranks are weighted. Choose `"element"`, by elements per channel, for the statistics of
+        the concatenated batch; `"sample"`, by batch size, if inputs of different sizes, as images
+        in detection, should contribute alike; `"rank"`, every non-empty rank alike, to reproduce
+        models that ChainerMN has trained. The three agree if all ranks have equal shapes.
     avg_var
         The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
         (ChainerMN's) or `"biased"`, see `multibn.engine.running_variance`.
     nonfinite
-        What follows where a rank's input has NaN, infinity or too large values: `"raise"`
-        FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,
-        nothing moves, and a RuntimeWarning names the link and these ranks. None: `"skip"` for
-        float16, `"raise"` for other dtypes.
+        What to do if a rank's input contains NaN, infinity or values that overflow: `"raise"`
+        FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks, no
+        moving average is updated, and a RuntimeWarning names the link and these ranks. None:
+        `"skip"` for float16, `"raise"` for other dtypes.
     fuse_relu
-        Whether the link ends in a ReLU; `link(x, residual=residual)` adds an array like `x` before
-        the ReLU, in the same pass.
+        Apply a ReLU in the same pass; `link(x, residual=residual)` adds an array like `x` before
+        the ReLU.
 
     Attributes
     ----------
@@ -238,10 +240,10 @@ class MultiNodeBatchNormalization(chainer.Link):
             Variable or array of the shape and dtype of `x` that is added to the output, before the
             ReLU of `fuse_relu=True`.
         mask, lengths
-            Which elements count: booleans, True for those that do, of the shape of `x` without the
-            channel axes, or one that broadcasts to it; or integers of shape `(N,)`, for each sample
-            the number of elements of the first spatial axis. The others have no part in anything,
-            whatever they hold; output and gradient are 0 there.
+            `mask`: booleans, True for valid elements, of the shape of `x` without the channel axes
+            or one that broadcasts to it. `lengths`: integers of shape `(N,)`, the number of valid
+            elements of each sample along the first spatial axis. Invalid elements are ignored,
+            whatever they hold; their output and gradient are 0.
 
         Raises
         ------

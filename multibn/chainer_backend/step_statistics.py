@@ -56,7 +56,7 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
         pools = [(link, step_accumulators.pop(link)) for link in entered]
     for link, pool in pools:
         if pool is not None:
-            # The arrays of this moment: others may have taken the place of those of the call.
+            # Look up the arrays again: they may have been replaced.
             running = pool.running._replace(mean=link.avg_mean, var=link.avg_var)
             update_running(running, *pool.compute())
             link.count(running)

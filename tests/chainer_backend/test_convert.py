@@ -155,15 +155,20 @@ def test_a_class_that_was_copied_is_converted() -> None:
 )
 def test_a_second_conversion_with_other_options_warns(options: Any, kept: str) -> None:
     once = create_mnbn_model(L.BatchNormalization(3), LOCAL)
-    message = rf"1 link\(s\) are copied as they are, they share already: /0 \({kept}\)\."
+    message = rf"1 link\(s\) are synchronized already and keep their own options: /0 \({kept}\)\."
     with pytest.warns(UserWarning, match=message):
         create_mnbn_model(chainer.ChainList(once, L.BatchNormalization(3)), LOCAL, **options)
-    with pytest.warns(UserWarning, match=r"nothing is converted\. Its links share already\."):
+    with pytest.warns(
+        UserWarning, match=r"nothing is converted\. Its links are already synchronized\."
+    ):
         create_mnbn_model(once, LOCAL)
 
 
 def test_a_link_without_a_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have a size: got one in `link` that has seen no"):
+    with pytest.raises(
+        ValueError,
+        match=r"a batch normalization link in `link` is not initialized \(size=None\)\. Call",
+    ):
         create_mnbn_model(chainer.ChainList(L.BatchNormalization(axis=0)), LOCAL)
 
 
@@ -194,7 +199,7 @@ def test_what_is_no_link_is_named_by_functions_of_models() -> None:
 def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:
     """The warning names the user's file."""
     message = (
-        r"1 link\(s\) are copied as they are, .*: /0 \(.*BatchRenormalization: .* forward, which"
+        r"1 link\(s\) could not be converted, .*: /0 \(.*BatchRenormalization: .* forward, which"
     )
     with pytest.warns(UserWarning, match=message) as caught:
         new = create_mnbn_model(chainer.ChainList(L.BatchRenormalization(3)), LOCAL)
@@ -206,14 +211,14 @@ def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:
 def test_a_link_that_normalizes_by_itself_is_named_or_an_error(other: Any) -> None:
     """The converter and the extension that fine-tunes name it."""
     plain = Nets(Net(other(4)), L.BatchNormalization(4), Net(other(4)))
-    why = rf"/0/norm, /2/norm \(.*\.{other.__name__}: it is no L\.BatchNormalization\)\.$"
-    with pytest.raises(TypeError, match=r"^2 link\(s\) are copied as they are, .*: " + why):
+    why = rf"/0/norm, /2/norm \(.*\.{other.__name__}: not an L\.BatchNormalization\)\.$"
+    with pytest.raises(TypeError, match=r"^2 link\(s\) could not be converted, .*: " + why):
         create_mnbn_model(plain, LOCAL, strict=True)
     with pytest.raises(TypeError, match=r"`link` has no L\.BatchN"):
         create_mnbn_model(L.Linear(2, 2), LOCAL, strict=True)
-    with pytest.warns(UserWarning, match=r"^2 link\(s\) are copied .*" + why) as caught:
+    with pytest.warns(UserWarning, match=r"^2 link\(s\) could not .*" + why) as caught:
         model: Any = create_mnbn_model(plain, LOCAL)
-    with pytest.warns(UserWarning, match=r"^2 link\(s\) of `target` keep .*" + why) as again:
+    with pytest.warns(UserWarning, match=r"^2 link\(s\) of `target` are not .*" + why) as again:
         FinetunePopulationStatistics([], model)
     assert {w.filename for w in [*caught, *again]} == {__file__}
     assert [type(link) for link in (model[0].norm, model[1])] == [

@@ -59,7 +59,7 @@ def test_alone_it_is_chainers_batch_normalization(shape: tuple[int, ...], finetu
 @pytest.mark.parametrize(
     "x, options, kind, message",
     [
-        (np.ones(4), {}, ValueError, r"2 or more dimensions.*got shape \(4,\)"),
+        (np.ones(4), {}, ValueError, r"at least 2 dimensions and.*got shape \(4,\)"),
         (np.ones((2, 2, 4)), {}, ValueError, r"\(3,\), the link's `size`: got \(2,\) in shape"),
         (np.ones((2, 3), int), {}, TypeError, "real floating-point dtype: got int"),
         (None, {}, TypeError, "must be a Variable or an array: got NoneType"),
@@ -205,7 +205,7 @@ def test_bad_arguments_are_refused() -> None:
 def test_bad_input_is_refused(is_training: bool) -> None:
     link = MultiNodeBatchNormalization(3, LOCAL)
     for bad, kind, message in [
-        (np.ones(3, "f"), ValueError, r"2 or more dimensions.*got shape \(3,\)"),
+        (np.ones(3, "f"), ValueError, r"at least 2 dimensions and.*got shape \(3,\)"),
         (np.ones((2, 4), "f"), ValueError, r"channels of shape \(3,\).*got \(4,\)"),
         (np.ones((2, 3), "i"), TypeError, "real floating-point dtype: got int32"),
         (None, TypeError, "must be a Variable or an array: got NoneType"),

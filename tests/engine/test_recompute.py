@@ -71,7 +71,7 @@ def test_a_pass_that_differs_is_an_error() -> None:
             taped(never, (3,))
     tape.append(batch(2.0))
     with (
-        pytest.raises(RuntimeError, match=r"met 1 of the 2 batch norms.*after the backward pass\."),
+        pytest.raises(RuntimeError, match=r"ran 1 of the 2 batch norms.*after the backward pass\."),
         replaying(tape),
     ):
         taped(never, (3,))

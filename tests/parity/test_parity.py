@@ -365,7 +365,7 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
         ),
         (
             _with_a_norm_of_ones_own,
-            r"must have layers that can be converted: 1 .* not shared: /bn \(.*Norm: it",
+            r"must have layers that can be .*: 1 .* will not be synchronized: /bn \(.*Norm: n",
         ),
         (
             _with_a_loss,
