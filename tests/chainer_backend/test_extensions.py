@@ -210,7 +210,7 @@ def test_bad_arguments_are_refused() -> None:
         FinetunePopulationStatistics(chainer.iterators.SerialIterator(batches(), 1), link)
     with pytest.raises(ValueError, match="`target` must have a batch normalization link: got none"):
         finetune(batches(), L.Linear(2, 2))
-    with pytest.raises(ValueError, match="must have a size: got one in `target` that has seen no"):
+    with pytest.raises(ValueError, match=r"in `target` is not initialized \(size=None\)"):
         finetune(batches(), chainer.ChainList(L.BatchNormalization(axis=0)))
     with pytest.raises(ValueError, match=r"channels of shape \(3,\)"):
         finetune([np.ones((2, 4))], link)
