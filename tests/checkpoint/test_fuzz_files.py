@@ -267,7 +267,7 @@ def test_the_payload_executes_when_it_is_unpickled(tmp_path: Path) -> None:
 
 def test_a_file_that_executes_something_is_refused(tmp_path: Path) -> None:
     pickled(tmp_path / "a.pt", random.Random(0), tmp_path / "marker")
-    plain.refused(tmp_path / "a.pt", "nothing was executed: .* Python objects that are no arrays")
+    plain.refused(tmp_path / "a.pt", "nothing was executed: .* Python objects other than arrays")
 
 
 def test_dicts_that_are_repeated_are_refused(tmp_path: Path) -> None:

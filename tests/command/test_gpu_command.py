@@ -187,7 +187,7 @@ def test_goals_are_of_what_was_measured() -> None:
 def test_the_page_has_the_times_that_are_committed() -> None:
     every = json.loads((launch.ROOT / "benchmarks/results/h200.json").read_text())
     results = every["fast"]
-    page = " ".join((launch.ROOT / "docs/gpus.md").read_text().split())
+    page = " ".join((launch.ROOT / "docs/speed.md").read_text().split())
     layers: dict[str, list[float]] = {}
     added, eager = [], {}
     for row in command._times(results):

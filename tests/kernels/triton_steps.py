@@ -130,13 +130,15 @@ def test_the_operators_of_compiled_code_return_the_kernels_coefficients(
     x, dy = (wide(4, C, 5).to(getattr(torch, dtype)) for _ in range(2))
     mask = (wide(4, 1, 5) > 0) if masked else None
     weight, bias = (wide(C).float() if affine else None for _ in range(2))
-    args = compiled._spread(NormArgs(x, weight, bias, 1e-5, (0, 2), relu, mask))
+    name = communicator.operator_name  # type: ignore[attr-defined]
+    text = repr((name, C, "element", None, (0, 2), relu, True, False, None, [], ()))
+    args = x, weight, bias, 1e-5, mask
     found = []
     for chosen in (cuda, reference):
         monkeypatch.setattr(compiled, "select", lambda x, chosen=chosen: chosen)
         launched.clear()
-        sums = compiled._forward_sums(*args, C, id(communicator), "element", True)
-        of_backward = dy, *args, sums[1], True, id(communicator)
+        sums = compiled._forward_sums(*args, *[None] * 4, text, None)
+        of_backward = dy, *args, None, sums[1], True, text, None
         found.append([*sums, *compiled._backward_sums(*of_backward)])
         assert len(launched) == (6 + relu) * (chosen is cuda)
     for ours, right in zip(*found, strict=True):

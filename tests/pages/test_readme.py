@@ -41,7 +41,7 @@ COMPARISON = {
         "torch_backend/layer/checks_features.py: check_a_step_that_overflows_leaves_no_trace",
     ],
     "a rank runs a different layer": [
-        "communicators/checks_handshake.py: check_another_model_on_one_rank_is_an_error_on_all",
+        "communicators/checks_handshake.py: check_models_that_change_places_later_are_an_error",
     ],
     "a rank dies": ["faults/test_faults.py: test_a_fault_is_seen_in_time_on_every_rank"],
     "years of use on many GPUs": [],
