@@ -7,7 +7,7 @@ from typing import Any
 
 import array_api_compat
 import numpy as np
-from array_api_compat import is_cupy_array, is_torch_array, to_device
+from array_api_compat import is_cupy_array, to_device
 
 from multibn._typing import Array
 
@@ -15,14 +15,21 @@ _namespaces: dict[type, Any] = {}
 _DLPACK_CPU = 1  # kDLCPU of the DLPack header
 
 
+def is_torch_tensor(x: Any, /) -> bool:
+    """Return whether `x` is a tensor of torch.
+
+    Code that torch.compile traces must read no cache, as array_api_compat's questions do.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
 def array_namespace(x: Array, /) -> Any:
     """The namespace of `x` in the array API standard.
 
     Raises TypeError for a library that has no float64, or gives another dtype in its place.
     """
-    # Code that torch.compile traces must read no cache that may be filled meanwhile.
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
+    if is_torch_tensor(x):
         return sys.modules.get("array_api_compat.torch") or array_api_compat.array_namespace(x)
     namespace = _namespaces.get(type(x))
     if namespace is None:
@@ -58,7 +65,7 @@ def device(x: Array, /) -> Any:
 
 def on_device_of(x: Any, /) -> AbstractContextManager[Any]:
     """Context in which the GPU of a tensor of torch's is the current one."""
-    if is_torch_array(x) and x.is_cuda:
+    if is_torch_tensor(x) and x.is_cuda:
         return sys.modules["torch"].cuda.device_of(x)
     return nullcontext()
 
@@ -76,7 +83,7 @@ def is_on_host(x: Array, /) -> bool:
 
 def is_traced(x: Array, /) -> bool:
     """Whether torch writes down the operations on `x`, as torch.func.linearize makes it do."""
-    if not is_torch_array(x):
+    if not is_torch_tensor(x):
         return False
     C = sys.modules["torch"]._C
     return C._get_dispatch_mode(C._TorchDispatchModeKey.PROXY) is not None
@@ -84,7 +91,7 @@ def is_traced(x: Array, /) -> bool:
 
 def is_abstract(x: Array, /) -> bool:
     """Whether `x` is a tensor of torch without numbers, which stands for others like it."""
-    if not is_torch_array(x):
+    if not is_torch_tensor(x):
         return False
     subclasses = sys.modules["torch"]._subclasses
     kinds = subclasses.FakeTensor, subclasses.functional_tensor.FunctionalTensor
@@ -93,7 +100,7 @@ def is_abstract(x: Array, /) -> bool:
 
 def values(x: Array, /) -> Array:
     """The numbers in `x`, which torch.func may have wrapped; a batch of vmap is one more axis."""
-    if is_torch_array(x):
+    if is_torch_tensor(x):
         functorch = sys.modules["torch"]._C._functorch
         while functorch.is_functorch_wrapped_tensor(x):
             x = functorch.get_unwrapped(x)
@@ -107,7 +114,7 @@ def to_host(x: Array, /) -> np.ndarray[Any, Any]:
     """
     if type(x) is np.ndarray:
         a = x
-    elif is_torch_array(x):
+    elif is_torch_tensor(x):
         x = x.detach() if x.requires_grad else x
         x = (x if x.is_cpu else x.cpu()).resolve_conj().resolve_neg()
         if x.dtype.is_floating_point and x.dtype.itemsize < 4:
@@ -128,7 +135,7 @@ def from_host(a: np.ndarray[Any, Any], like: Array, /) -> Array:
     if isinstance(like, np.ndarray | np.generic):
         return a if a.dtype == like.dtype else a.astype(like.dtype)
     xp = array_namespace(like)
-    if is_torch_array(like):
+    if is_torch_tensor(like):
         t = xp.from_numpy(a)
         return t if t.dtype == like.dtype and like.is_cpu else t.to(like.device, like.dtype)
     return to_device(xp.asarray(a, dtype=like.dtype), device(like))
