@@ -142,7 +142,7 @@ def test_a_shape_that_differs_is_an_infinite_error() -> None:
 def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
     """The names of the case and of the quantity that failed stand in it."""
     case = max((case.name for case in cases.CASES), key=len)
-    surfaces = "numpy", "torch", "chainer"
+    surfaces = "numpy", "torch", "chainer", "flax"
     errors = [Error(np.inf, np.inf, 1e-6, "running_mean", case, each) for each in surfaces]
     monkeypatch.setattr(command, "missing", lambda surface, over: "")
     monkeypatch.setattr(command, "run_workers", lambda *_, **__: [errors])

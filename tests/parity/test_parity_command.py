@@ -95,7 +95,9 @@ def test_a_misspelt_pair_is_an_error_before_any_launch(
     assert cli.main(["parity", "--model", model]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("multibn parity: --model must be MODULE:FUNCTION, found from this f")
+    assert said.err.startswith(
+        "multibn parity: --model must be MODULE:FUNCTION, importable from this f"
+    )
     assert f": got {model!r} ({why}" in said.err
 
 

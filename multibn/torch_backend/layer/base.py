@@ -6,6 +6,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_int, check_number
@@ -150,6 +151,8 @@ class SyncNormBase(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         options = type(self).Options  # a layer that is reverted has none afterwards
         super().__setattr__(name, value)
+        if torch.compiler.is_compiling():  # options are not set there
+            return
         if name in options.attribute_names() and "layer_communicator" in vars(self):
             self.layer_communicator.look_at_options()
 

@@ -282,7 +282,7 @@ def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None
         )
     layer(x)
     placed_model = distribute_module(nn.Linear(2, 2), mesh)
-    told = r"each rank has a part of it\. .* `ignore=dict\(model\.named_parameters\(\)\)` leaves"
+    told = r"sharded over the ranks\. .* `ignore=dict\(model\.named_parameters\(\)\)` to"
     with pytest.raises(TypeError, match=told):
         expect_in_sync(placed_model)
     expect_in_sync(placed_model, ignore=dict(placed_model.named_parameters()))

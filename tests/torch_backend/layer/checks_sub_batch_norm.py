@@ -75,7 +75,7 @@ def check_a_rank_with_frozen_splits_is_wrong_alone(world: Communicator) -> None:
     layer = _layer(SPLITS, C, process_group=world)
     layer.split_bn.eval()
     if world.rank == 0:
-        with pytest.raises(ValueError, match=r"got 2 splits for a batch of 3\. Drop"):
+        with pytest.raises(ValueError, match=r"got 2 splits for a batch of 3\. Use"):
             layer(torch.ones(3, C, 2, 2))
     layer.split_bn.train()
     assert layer(torch.randn(4, C, 2, 2)).isfinite().all()

@@ -182,7 +182,7 @@ def check_limits_count_a_ranks_batches_or_all_samples(world: Communicator) -> No
         said = [str(w.message) for w in caught]
         np.testing.assert_allclose(_running(layer)[0], expected, rtol=1e-10, err_msg=str(limit))
         if world.rank == 0 and "num_iters" in limit:
-            assert "`num_iters` is 2: `data_loader` ended after 1 on rank 0. The batches" in said[0]
+            assert "`num_iters` is 2: `data_loader` ended after 1 on rank 0. All batches" in said[0]
         else:
             assert said == []
     total = sum(map(sum, sizes))

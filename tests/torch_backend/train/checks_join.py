@@ -156,7 +156,7 @@ def check_errors_are_raised_on_all_ranks(world: Communicator) -> None:
     of_others = rf"iterator of the batches raised on rank\(s\) \[{culprit}\] of"
     cases: list[tuple[Any, type[Exception], str]] = [
         (_Failing(), OSError, "disk"),
-        (["no tensor"], TypeError, r"samples on its first axis: got str\. Pass `empty`"),
+        (["no tensor"], TypeError, r"whose first dimension is the batch: got str\. Pass `empty`"),
         ([], ValueError, rf"every rank: got none on rank\(s\) \[{culprit}\] of {world.size}"),
     ]
     for data, kind, message in cases:
