@@ -74,7 +74,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         for bn in (layer.split_bn, layer.bn) if hasattr(layer, "split_bn") else (layer,):
             convention = layer.running_var_convention
             # Not of group and instance norms, whose samples have statistics of their own.
-            is_batch_norm = isinstance(layer.norm_options, LayerOptions)
+            is_batch_norm = issubclass(layer.Options, LayerOptions)
             running = running_stats_of(bn, convention) if is_batch_norm else None
             if isinstance(running, Running):  # neither None nor the pool of another step
                 # Decide here, because compiled code cannot: MPS has no float64.
