@@ -123,14 +123,14 @@ stopped = of_rank_1(
 
 
 # mpiexec sees it before the other ranks do, and ends them.
-_MPIEXEC = r"rank 1 .*signal 9"
+MPIEXEC = r"rank 1 .*signal 9"
 
 
 killed = of_rank_1(
     "a rank killed (SIGKILL)",
     kill,
     says=r"lost the connection in layer1\.0\.bn1 .*: rank 1 .* has ended",
-    others_say={"mpi": _MPIEXEC, "chainermn": _MPIEXEC, "own": _MPIEXEC},
+    others_say={"mpi": MPIEXEC, "chainermn": MPIEXEC, "own": MPIEXEC},
     lost=True,
 )
 

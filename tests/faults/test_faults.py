@@ -31,10 +31,13 @@ _CASES = [
     for name in _TOGETHER
     if SCENARIOS[name].runs_under(SETUPS[setup]) and not SCENARIOS[name].ends_in(SETUPS[setup])
 ]
+_LEAVES = ("samples", "samples_later", "groups", "renorm_options", "observations")
+_CASES += [("shared memory", name) for name in _LEAVES]
 _CASES_THAT_END = [
     ("ddp", "killed"), ("ddp", "late_first"),
     ("gloo", "killed"), ("gloo", "launcher_killed"), ("gloo", "stopped"), ("gloo", "out_of_data"),
     ("gloo", "exception"), ("gloo", "max_restarts"), ("shared memory", "max_restarts"),
+    ("gloo", "killed_in_group_norm"),
     ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
@@ -57,7 +60,8 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[Outcomes]:
         for item in request.session.items
         if "outcomes" in getattr(item, "fixturenames", ()) and isinstance(item, pytest.Function)
     ]
-    jobs = [[case for case in _CASES if case[0] == setup] for setup in _RECIPES]
+    setups = (*_RECIPES, "shared memory")
+    jobs = [[case for case in _CASES if case[0] == setup] for setup in setups]
     jobs += [[case] for case in _CASES_THAT_END]
     futures: Outcomes = {}
     with ThreadPoolExecutor(2) as pool:
