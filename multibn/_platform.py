@@ -6,7 +6,6 @@ import platform
 import secrets
 import shutil
 import sysconfig
-import time
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -40,20 +39,6 @@ def process_state(pid: int) -> str:
     except OSError:
         return "" if Path("/proc/self/stat").exists() else "?"
     return "" if letter in "ZX" else letter
-
-
-def process_start() -> float:
-    """When this process began, as `seconds_since_boot`; 0 where the system does not tell."""
-    stat = Path("/proc/self/stat")
-    if not stat.exists():
-        return 0.0
-    return int(stat.read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def seconds_since_boot() -> float:
-    """Equal for all processes of a machine; 0 where the system does not tell."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return 0.0 if clock is None else time.clock_gettime(clock)
 
 
 def launched_processes() -> tuple[str, int]:

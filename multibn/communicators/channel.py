@@ -30,7 +30,7 @@ from multibn.communicators.diagnostics import (
     uncaught,
 )
 from multibn.communicators.polling import Poll, chain
-from multibn.communicators.status_board import GroupInfo, StatusBoard
+from multibn.communicators.status_board import StatusBoard
 from multibn.communicators.watchdog import Watchdog
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
@@ -43,7 +43,6 @@ class Transport(ABC):
 
     rank: int
     size: int
-    known: GroupInfo | None = None  # before the ranks have met
     board: StatusBoard | None = None  # where notices are left; None before the first message
     carrier: str  # what carries layers' messages, for people
     block: HostArray  # float64 numbers: the memory of the first part of every message
@@ -94,7 +93,7 @@ class Channel:
         _leave_at_exit()
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self.watchdog = Watchdog(self.rank, self.size, transport.known)
+        self.watchdog = Watchdog(self.rank, self.size)
         self.carrier = ""  # of the messages, "shared memory" for example; none before the first
         self._buffers: dict[int, Buffer] = {}  # by the length of payloads
         _channels.add(self)

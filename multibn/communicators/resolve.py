@@ -140,8 +140,6 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     1
     """
     if obj is None:
-        if default_group() is not None:
-            _wrapped(*_TORCH)  # tells the other ranks which process this one is
         return _default
     if isinstance(obj, Handle):  # before anything reads the rank, which may be collective
         return cast(Communicator, obj)

@@ -1,6 +1,5 @@
 """Notices that ranks leave for each other, and what a transport tells of them by itself."""
 
-from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -9,9 +8,7 @@ class Status(NamedTuple):
 
     state: str  # "waits", "looks" for a lost rank, "failed" or "left"
     completed: int  # how many collectives the rank has completed
-    group: str  # before the ranks of a group have met: its key
     text: str  # where the rank waits, for people, or what went wrong
-    counts: dict[str, int] = {}  # of a rank that waits: `completed` of each of its groups
 
 
 class StatusBoard(Protocol):
@@ -26,15 +23,6 @@ class StatusBoard(Protocol):
     def close(self) -> None:
         """Finish publishing before the process ends."""
         return
-
-
-class GroupInfo(NamedTuple):
-    """The knowledge of a transport about a group before its ranks have met."""
-
-    key: str  # a name of the group, equal on its ranks, and no other group's
-    members: Sequence[int]  # the ranks in the world, which is the same for all groups
-    find_ended: Callable[[], Collection[int]]  # those whose processes have ended; a launcher tells
-    board: StatusBoard  # of the world, for ranks that wait for others to meet
 
 
 class RankLostError(RuntimeError):

@@ -1,9 +1,9 @@
 """Waiting for the other ranks: with a deadline, and with a word about who did not come.
 
 A rank that has waited for half a second tells the others in which call it waits, and reads their
-notices. A rank that waits for one that has left, or that waits for it in another group, will never
-meet that one, which is an error at once. After 20 s a rank says on stderr for whom it waits.
-Nothing is sent while all ranks come in time.
+notices. A rank that waits for one that has left will never meet that one, which is an error at
+once. After 20 s a rank says on stderr for whom it waits. Nothing is sent while all ranks come in
+time.
 """
 
 import contextlib
@@ -11,15 +11,14 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakSet
 
 from multibn._platform import pid_space, process_state, this_machine
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.communicators.polling import Poll
-from multibn.communicators.status_board import GroupInfo, RankLostError, Status, StatusBoard
+from multibn.communicators.status_board import RankLostError, Status, StatusBoard
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
@@ -45,12 +44,9 @@ class Peer(NamedTuple):
 
 
 class Watchdog:
-    """The collectives of one group of processes, as one rank sees them.
+    """The collectives of one group of processes, as one rank sees them."""
 
-    `known` is what the transport knows before the ranks have met.
-    """
-
-    def __init__(self, rank: int, size: int, known: GroupInfo | None = None) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.timeout = check_timeout()
         self.board: StatusBoard | None = None  # until the transport has one
@@ -60,10 +56,7 @@ class Watchdog:
         # The message of the first error: no later collective can be trusted.
         self.failure: str | None = None
         self._peers: list[Peer] = []
-        self._before = known
-        self._key = known.key if known else ""
         self.token = ""  # of this group of this run, equal on all ranks
-        self._members: Sequence[object] = known.members if known else ()
         self._last: object = "the meeting of the group"  # str() gives the text
         self._last_at = time.monotonic()
 
@@ -71,16 +64,13 @@ class Watchdog:
         """Learn every rank's process. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
         self._peers, self.token = [Peer(*each[1:]) for each in told], told[0][0]
-        if not self._before:
-            self._key, self._members = told[0][0], self._peers
-        _watchdogs.add(self)
 
     def wait(self, begin: Callable[[], Poll | None], text: object) -> None:
         """Begin a collective, and return when it is done.
 
         `str(text)`, which says to people where this rank is, is computed only where somebody is to
         read it. Raises TimeoutError at the deadline, ConnectionError if a rank was lost or has
-        left, and RuntimeError if another rank waits in another group, or after an earlier failure.
+        left, and RuntimeError if another rank has failed, or after an earlier failure.
         An exception of another kind, KeyboardInterrupt for example, is a failure too: the message
         stays under way, and later ones would meet it.
         """
@@ -121,12 +111,7 @@ class Watchdog:
 
     def _publish(self, state: str, text: str) -> None:
         if self.board is not None:
-            waits = _watchdogs if state == "waits" else ()
-            counts = {watchdog._key: watchdog.completed for watchdog in list(waits)}
-            self.board.publish(Status(state, self.completed, "", text, counts))
-        elif self._before and state == "failed":
-            members = dict.fromkeys(map(str, self._members), 0)
-            self._before.board.publish(Status(state, 0, self._key, text, members))
+            self.board.publish(Status(state, self.completed, text))
 
     def _wait_long(self, done: Poll, text: str) -> None:
         deadline = time.monotonic() + max(self.timeout - PATIENCE, 0.0)
@@ -135,8 +120,6 @@ class Watchdog:
         pause = _FIRST_LOOK
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
             notices = self.look(text)
-            if self._before and not self._peers:
-                self._check_before_meeting(self._before, text)
             if time.monotonic() >= deadline:
                 waited, causes = self._waited(self.timeout, notices, text)
                 self._fail(TimeoutError, waited, causes)
@@ -179,61 +162,9 @@ class Watchdog:
 
     def look(self, text: str) -> dict[int, Status]:
         """The others' notices; raises if one of them says that its rank will not come."""
-        _met.add(self._key)
         notices = self._notices()
         self._check_for_end(text, notices)
-        self._check_other_groups(text, notices)
         return notices
-
-    def _check_before_meeting(self, known: GroupInfo, text: str) -> None:
-        """Raise if a rank has ended, or if two groups wait for each other's ranks to meet."""
-        gone = known.find_ended()
-        if ended := [r for r, member in enumerate(self._members) if member in gone]:
-            self._fail(
-                ConnectionError,
-                f"rank {self.rank} waits in {text} for rank(s) {_some(ended)}, whose process has "
-                "ended before its first layer. Look for an error there, for a rank without data or "
-                "for a model in eval(): all ranks must take the same number of steps.",
-            )
-        me = str(self._members[self.rank])
-        members = dict.fromkeys(map(str, self._members), 0)
-        known.board.publish(Status("waits", 0, self._key, text, members))
-        for member, notice in known.board.read().items():
-            crosses = me in notice.counts and notice.group not in _met
-            if member in self._members and (crosses or notice.group == self._key):
-                rank = self._members.index(member)
-                if crosses or notice.state == "failed":
-                    _met.add(notice.group)  # the two have failed, and may go on with other groups
-                    self._check_for_end(text, {rank: notice})
-                    self._fail_between_groups(text, rank, notice.text, len(notice.counts))
-
-    def _check_other_groups(self, text: str, notices: dict[int, Status]) -> None:
-        """Raise if this rank waits here for one that waits for this rank in another group."""
-        for other in list(_watchdogs):
-            if other is self or other.failure is not None:
-                continue
-            for member, notice in other._notices().items():
-                # In no thread of its process has that rank completed the collective of this group.
-                peer, completed = other._members[member], notice.counts.get(self._key)
-                if completed != self.completed or peer not in self._members:
-                    continue
-                rank = self._members.index(peer)
-                if rank == self.rank or rank in notices:
-                    continue
-                try:
-                    self._fail_between_groups(text, rank, notice.text, other.size)
-                finally:
-                    other.failure = self.failure  # the message of that rank stays under way
-                    other._publish("failed", str(self.failure))
-
-    def _fail_between_groups(self, text: str, rank: int, its_text: str, its_size: int) -> NoReturn:
-        self._fail(
-            RuntimeError,
-            f"the ranks are in different places: rank {self.rank} is in {text}, and waits for rank "
-            f"{rank} of {self.size}; rank {rank} is in {its_text}, and waits for rank {self.rank} "
-            f"in another group, of {its_size} ranks. All ranks must use the same groups, and run "
-            "the same layers, in the same order.",
-        )
 
     def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> tuple[str, str]:
         """Return which ranks are missing, and the possible causes with what to do."""
@@ -255,17 +186,13 @@ class Watchdog:
         )
 
     def _absent(self, notices: dict[int, Status]) -> list[int]:
-        here = {self.rank, *notices}
-        if self._before and not self._peers:  # the group has no board of its own so far
-            met = {m for m, n in self._before.board.read().items() if n.group == self._key}
-            here |= {r for r, member in enumerate(self._members) if member in met}
-        return [r for r in range(self.size) if r not in here]
+        return [r for r in range(self.size) if r not in {self.rank, *notices}]
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
         gone, lost = [error.rank] if isinstance(error, RankLostError) else [], list[int]()
         if getattr(error, "has_left", False):
             self._check_for_end(text, {r: n for r, n in self._notices().items() if r in gone})
-            self._check_for_end(text, {gone[0]: Status("left", self.completed, "", "")})
+            self._check_for_end(text, {gone[0]: Status("left", self.completed, "")})
         # Alive, with a broken connection: the others need not name this rank.
         self._publish("looks", text)
         end = time.monotonic() + _SEARCH
@@ -333,11 +260,6 @@ class Watchdog:
 def _some(ranks: list[int]) -> str:
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"{ranks[:_NAMED]}{more}"
-
-
-_watchdogs: WeakSet[Watchdog] = WeakSet()  # whose ranks know each other
-# The groups to whose first meeting this rank has come, or has found that nobody will come.
-_met: set[str] = set()
 
 
 def check_timeout() -> float:

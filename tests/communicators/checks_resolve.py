@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,6 @@ from multibn.torch_backend import (
     SyncBatchNorm,
 )
 from tests.communicators import conformance
-from tests.communicators.checks_communicators import fresh
 from tests.harness.runs import on, only
 from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
@@ -214,38 +212,6 @@ def check_layers_train_without_parameters_or_buffers(world: Communicator) -> Non
 
 
 # Errors
-
-
-@only(sizes=(2,), last=True)  # the group of these ranks cannot be used after its failure
-def check_ranks_in_different_groups_are_named_before_a_deadline(world: Communicator) -> None:
-    """Two groups of both ranks, and then one rank is in each of them: no deadline is awaited."""
-    parent: Any = fresh(world)
-    parent.channel.watchdog.timeout = 10.0
-    parent.allreduce(np.ones(1))  # a group that has never met is told at the deadline
-    both = parent.split(0, parent.rank)
-    for _ in range(2):
-        both.allreduce(np.ones(1))
-    group = both if world.rank == 0 else Group(parent, [1])
-    said = ""
-    try:
-        group.allreduce(np.ones(1))
-    except (RuntimeError, TimeoutError) as error:
-        said = str(error)
-    for communicator in (parent, both):
-        communicator.channel.abandon()
-    world.allreduce(np.ones(1))
-    # Ranks are numbered as in the group of the rank that looks first, which tells the other one.
-    is_in, waits = (
-        r"rank \d is in a sum of .* numbers of shape \({},\), ",
-        r"and waits for rank \d ",
-    )
-    places = [is_in.format(length) for length in (1, 2)]
-    for one, other in (places, places[::-1]):
-        if re.search(
-            f"different places: {one}{waits}of 2; {other}{waits}in another group, of 2", said
-        ):
-            return
-    raise AssertionError(said)
 
 
 @only("torchrun", sizes=(2,))

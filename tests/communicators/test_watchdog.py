@@ -1,7 +1,6 @@
 """Waiting with a deadline, over ranks as threads: what is said when the others do not come."""
 
 import functools
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from multibn.communicators.polling import poll
-from multibn.communicators.status_board import GroupInfo, RankLostError, Status
+from multibn.communicators.status_board import RankLostError, Status
 from multibn.communicators.watchdog import Watchdog, check_timeout
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -101,7 +100,7 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
     "end, kind, told",
     [
         pytest.param(
-            lambda watchdog: watchdog.board.publish(Status("failed", 0, "", "a reason")),
+            lambda watchdog: watchdog.board.publish(Status("failed", 0, "a reason")),
             RuntimeError,
             "rank 1 has failed: a reason",
             id="its notice says why",
@@ -123,7 +122,7 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
             id="it has left",
         ),
         pytest.param(  # rank 1 has told of rank 3 and ended, before rank 0 looks
-            lambda watchdog: watchdog.board.publish(Status("failed", 1, "", "rank 1 lost rank 3")),
+            lambda watchdog: watchdog.board.publish(Status("failed", 1, "rank 1 lost rank 3")),
             RuntimeError,
             "rank 1 has failed: rank 1 lost rank 3",
             id="another one was lost before",
@@ -206,8 +205,8 @@ def test_who_ends_by_an_error_repeats_what_failed_on_others(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The error may be DistributedDataParallel's, of a connection that another rank has closed."""
-    told = {1: Status("failed", 3, "", "rank 1 has waited 3 s")}
-    told[2] = Status("failed", 3, "", "its program has ended by TimeoutError: rank 2 has waited")
+    told = {1: Status("failed", 3, "rank 1 has waited 3 s")}
+    told[2] = Status("failed", 3, "its program has ended by TimeoutError: rank 2 has waited")
     watchdog = Watchdog(0, 3)
     watchdog.board = StatusBoard(told, 0)
     watchdog.leave(RuntimeError("Connection closed by peer"))
@@ -220,7 +219,7 @@ def test_a_message_that_all_ranks_wait_for_is_the_transports_fault(
     monkeypatch.setattr("multibn.communicators.watchdog.SILENT", 0.5)
     watchdog = Watchdog(0, 2)
     watchdog.board, watchdog.timeout = (
-        StatusBoard({1: Status("waits", 0, "", "a (forward)")}, 0),
+        StatusBoard({1: Status("waits", 0, "a (forward)")}, 0),
         1.2,
     )
     error = _says(watchdog.wait, _begin, "a (forward)")
@@ -276,7 +275,7 @@ def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None
     [
         (None, r"waits in a \(forward\) for rank\(s\) \[1\], which ended or left the group before"),
         (
-            Status("failed", 0, "", "its program has ended by KeyError"),
+            Status("failed", 0, "its program has ended by KeyError"),
             "rank 1 has failed: its prog",
         ),
     ],
@@ -312,57 +311,6 @@ def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
     for error in errors:
         assert "rank 3 (machine machine3, pid " in error, error
         assert not re.search(r"rank [012] \(machine", error), error
-
-
-def test_a_process_that_ended_before_its_first_message_is_named() -> None:
-    start = time.monotonic()
-    watchdog = Watchdog(0, 2, GroupInfo("a group", [0, 4], lambda: {4}, StatusBoard({}, 0)))
-    error = _says(watchdog.wait, _begin, "the first message of bn1")
-    assert isinstance(error, ConnectionError)
-    assert str(error) == (
-        "rank 0 waits in the first message of bn1 for rank(s) [1], whose process has ended before "
-        "its first layer. Look for an error there, for a rank without data or for a model in "
-        "eval(): all ranks must take the same number of steps."
-    )
-    assert time.monotonic() - start < 5.0
-
-
-def _waits_to_meet(notices: dict[int, Status]) -> None:
-    """Rank 0 of a group of ranks 0, 4 and 5 waits until it has looked at the notices twice."""
-    watchdog = Watchdog(0, 3, GroupInfo("a group", [0, 4, 5], set, StatusBoard(notices, 0)))
-    watchdog.timeout = 5.0
-    looks = itertools.count()
-    watchdog.wait(lambda: lambda seconds: next(looks) == 3, "bn2")
-
-
-def test_a_rank_that_waits_for_others_to_meet_says_where() -> None:
-    counts = {"0": 0, "4": 0, "5": 0}
-    notices = {
-        4: Status("failed", 0, "another group of rank 4", "bn3", {"4": 0, "7": 0}),
-        5: Status("waits", 0, "a group", "bn2", counts),
-        7: Status("waits", 0, "a group without ranks 4 and 5", "bn3", {"0": 0, "7": 0}),
-    }
-    _waits_to_meet(notices)
-    assert notices[0] == Status("waits", 0, "a group", "bn2", counts)
-    notices[4] = Status("failed", 0, "a group", "a reason", counts)
-    assert str(_says(_waits_to_meet, notices)) == "rank 1 has failed: a reason"
-
-
-def test_a_rank_that_has_failed_to_meet_goes_on_with_other_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What another rank says of a meeting that failed for both counts no more."""
-    monkeypatch.setattr("multibn.communicators.watchdog._met", set())
-    said = []
-    for _ in range(2):
-        notices = {4: Status("waits", 0, "a crossed group", "bn1", {"0": 0, "4": 0})}
-        watchdog = Watchdog(0, 2, GroupInfo("a group", [0, 4], set, StatusBoard(notices, 0)))
-        watchdog.timeout = 1.0
-        said.append(str(_says(watchdog.wait, _begin, "bn2")))
-    assert "rank 1 is in bn1, and waits for rank 0 in another group, of 2 ranks" in said[0]
-    assert "rank 0 has waited 1 s in bn2 for rank(s) [1]" in said[1]
-    told = said[1].partition(" Possible causes: ")[0]
-    assert notices[0] == Status("failed", 0, "a group", told, {"0": 0, "4": 0})
 
 
 def test_a_poll_sees_soon() -> None:

@@ -1,22 +1,15 @@
-"""Notices over torch.distributed's store, which the ranks have met in.
-
-A store may outlive a run: torchrun starts ranks again over the same one. So nothing that stands
-there is believed unless it is known to be of this run.
-"""
+"""Notices over torch.distributed's store, and a group's own part of that store."""
 
 import json
 import os
 import queue
-import secrets
 import threading
-from collections.abc import Callable, Collection, Generator
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 
 import torch.distributed as dist
 
-from multibn._platform import pid_space, process_start, process_state, seconds_since_boot
 from multibn.communicators.channel import after_fork
-from multibn.communicators.polling import Poll, poll, until, until_all_come
 from multibn.communicators.status_board import Status
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
@@ -28,34 +21,15 @@ _WRITTEN = 2**24
 _COUNTER = "notices"
 
 
-def meet(store: dist.Store, rank: int, size: int) -> Generator[Poll, None, dist.Store]:
-    """Ends when all ranks have come; returns a part of the store that no other run has used.
+def part_of_store(store: dist.Store, name: str, size: int) -> dist.Store:
+    """Return the part of `store` for one group of `size` ranks. Each rank calls this once a group.
 
-    Rank 0 chooses the name of that part, and tells each process by a token that is this process's
-    alone.
+    torchrun restarts ranks over one store, and a new group may have the name of a destroyed one.
+    The ranks' arrivals number the groups of one name: ranks may have made unlike numbers of groups.
     """
-    token = secrets.token_hex(8)
-    if rank == 0:
-        run, unread, read = dist.PrefixStore(token, store), set[int](), 0
-
-        def is_over() -> bool:
-            nonlocal read, unread
-            come = store.add("processes", 0)
-            unread |= {*range(read + 1, come + 1)}
-            read = come
-            for number in sorted(unread):
-                if store.check([f"process {number}"]):
-                    store.set(store.get(f"process {number}").decode(), token)
-                    unread.discard(number)
-            return all_here(0.0)
-
-    else:
-        store.set(f"process {store.add('processes', 1)}", token)
-        yield until(store, token)
-        run = dist.PrefixStore(store.get(token).decode(), store)
-    all_here = until_all_come(run, size)
-    yield partial(poll, is_over, longest=0.1) if rank == 0 else all_here
-    return run
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    named = dist.PrefixStore(f"multibn/{name}/{size}/{attempt}", store)
+    return dist.PrefixStore(f"{(named.add('arrivals', 1) - 1) // size}", named)
 
 
 class StoreStatusBoard:
@@ -64,23 +38,21 @@ class StoreStatusBoard:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._notices: dict[int, Status] = {}
-        self._writers: dict[int, tuple[str, int, float]] = {}  # where, which process, and when
         self._number = 0  # of this rank among those with notices; 0 for none
         self._count = 0  # as it was at the last look
         self._ended = False  # the process that keeps the store
 
     def publish(self, notice: Status, /) -> None:
-        writer = pid_space(), os.getpid(), seconds_since_boot()
-        text = json.dumps((self._rank, writer, notice))
+        text = json.dumps((self._rank, notice))
         self._ask(lambda: self._publish(text), must=True)
 
     def read(self) -> dict[int, Status]:
         self._ask(self._read)
         return dict(self._notices)
 
-    def clear(self, size: int, store: dist.Store) -> None:
-        """The last of `size` ranks that calls this leaves no key in the `store` around its own."""
-        self._ask(lambda: self._clear(size, store), must=True)
+    def clear(self, size: int) -> None:
+        """The last of `size` ranks that calls this leaves no key in the store."""
+        self._ask(lambda: self._clear(size), must=True)
 
     def close(self) -> None:
         _messenger().finish()
@@ -101,10 +73,10 @@ class StoreStatusBoard:
         self._store.set(_key(self._number), text)
         self._store.add(_COUNTER, _WRITTEN)
 
-    def _clear(self, size: int, store: dist.Store) -> None:
+    def _clear(self, size: int) -> None:
         if self._store.add("let go", 1) == size:
-            for key in getattr(store, "list_keys", list)():  # of newer torch
-                store.delete_key(key)
+            for key in getattr(self._store, "list_keys", list)():  # of newer torch
+                self._store.delete_key(key)
 
     def _read(self) -> None:
         count = self._store.add(_COUNTER, 0)
@@ -116,35 +88,8 @@ class StoreStatusBoard:
         else:
             self._count = count
         for text in self._store.multi_get(keys) if keys else ():
-            rank, writer, notice = json.loads(text)
-            self._notices[rank], self._writers[rank] = Status(*notice), writer
-
-
-class Meetings(StoreStatusBoard):
-    """The notices of all ranks before those of a group have met; some may be of an earlier run."""
-
-    def read(self) -> dict[int, Status]:
-        """Those that are of this run, as far as is known; a failure must be known to be."""
-        return {
-            rank: notice
-            for rank, notice in super().read().items()
-            if (notice.state != "failed" or self._is_here(rank)) and not self._is_past(rank)
-        }
-
-    def find_ended(self) -> Collection[int]:
-        """The ranks whose processes have ended, of those that have come, on this machine."""
-        super().read()
-        return {r for r in self._writers if self._has_ended(r) and not self._is_past(r)}
-
-    def _is_here(self, rank: int) -> bool:
-        return self._writers[rank][0] == pid_space()
-
-    def _has_ended(self, rank: int) -> bool:
-        return self._is_here(rank) and not process_state(self._writers[rank][1])
-
-    def _is_past(self, rank: int) -> bool:
-        # Ranks start when those of an earlier run have ended.
-        return self._has_ended(rank) and self._writers[rank][2] < process_start()
+            rank, notice = json.loads(text)
+            self._notices[rank] = Status(*notice)
 
 
 def _key(number: int) -> str:

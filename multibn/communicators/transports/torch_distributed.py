@@ -3,9 +3,8 @@
 import atexit
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,11 @@ from multibn.communicators.channel import (
 )
 from multibn.communicators.communicator import Outside, SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
-from multibn.communicators.polling import Poll, chain
+from multibn.communicators.polling import Poll, chain, until_all_come
 from multibn.communicators.resolve import as_communicator
-from multibn.communicators.status_board import GroupInfo, Status
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
 from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
-from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
+from multibn.communicators.transports.store import StoreStatusBoard, part_of_store
 
 
 class TorchDistributed(ChannelCommunicator):
@@ -87,8 +85,6 @@ class TorchDistributed(ChannelCommunicator):
         self._known_under = _reference(None if group is None else dist.group.WORLD)
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
-        if dist.is_initialized():
-            _world().meetings  # noqa: B018 - tells the others which process this rank is
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -198,17 +194,15 @@ class _Transport(Transport):
             warn_if_launched("torch.distributed has 1 process", fix)
         self._group = _reference(group)
         self._backends = _backends(group)
-        ranks = dist.get_process_group_ranks(group)
-        meetings = _world().meetings
-        key, self._store = _world().store_of(group.group_name)
-        self.known = GroupInfo(key, ranks, meetings.find_ended, meetings)
+        self._name = group.group_name
         self.board: StoreStatusBoard | None = None
         self._machine: SharedMemory | None = None
         self._side: PrivateGloo | None = None
 
     def open(self) -> Iterator[Poll | None]:
-        store = yield from meet(self._store, self.rank, self.size)
+        store = part_of_store(dist.distributed_c10d._get_default_store(), self._name, self.size)
         self.board = StoreStatusBoard(store, self.rank)
+        yield until_all_come(store, self.size)
         self.carrier, room = "nccl", BLOCK
         # A network that works for NCCL need not work for gloo.
         if "cpu" in self._backends and dist.is_gloo_available():
@@ -248,7 +242,7 @@ class _Transport(Transport):
     def free(self) -> None:
         # Torch prints a trace where the process that keeps the store has ended.
         if dist.is_initialized() and self.board is not None:
-            self.board.clear(self.size, self._store)
+            self.board.clear(self.size)
 
     def close(self, *, failed: bool) -> None:
         if self._side is not None:
@@ -280,29 +274,11 @@ class _World:
         )
         # Those among them that all ranks of the default group have made together.
         self.split: set[tuple[int, ...]] = set()
-        self._names = Counter[str]()
 
     @property
     def is_inherited(self) -> bool:
         """Whether this process is a fork of the one that is a rank of the default group."""
         return _inherited is not None and self.default_group() is _inherited
-
-    @cached_property
-    def meetings(self) -> Meetings:
-        """Where ranks say that they have come, and in which group they wait for the others."""
-        _, store = self.store_of("meetings")
-        board = Meetings(store, dist.get_rank())
-        if not self.is_inherited:  # no child in its parent's name
-            board.publish(Status("comes", 0, "", ""))
-        return board
-
-    def store_of(self, name: str) -> tuple[str, dist.Store]:
-        """A key for a group, and the part of the default group's store that no other uses."""
-        # A group may have the name of one that was destroyed: torch's hash of its ranks.
-        self._names[name] += 1
-        key = f"{name}/{self._names[name]}"
-        store = dist.distributed_c10d._get_default_store()
-        return key, dist.PrefixStore(f"multibn/{key}", store)
 
     def channel_of(self, group: dist.ProcessGroup) -> Channel:
         """The channel of all handles of one process group."""

@@ -4,7 +4,6 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from multibn.communicators.polling import chain
 from multibn.communicators.status_board import Status
 from multibn.communicators.transports import shared_memory
-from multibn.communicators.transports.store import Meetings, StoreStatusBoard, meet
+from multibn.communicators.transports.store import StoreStatusBoard, part_of_store
 
 NEEDS = "torch"
 
@@ -38,7 +37,7 @@ class Counting:
 
 
 def _notice(rank: int) -> Status:
-    return Status("waits", rank, "place", f"bn{rank} (forward, float32, call 1)")
+    return Status("waits", rank, f"bn{rank} (forward, float32, call 1)")
 
 
 def test_ranks_ask_for_one_key_where_nothing_is_new() -> None:
@@ -61,7 +60,7 @@ def test_ranks_ask_for_one_key_where_nothing_is_new() -> None:
     boards[1].publish(_notice(2))
     assert boards[0].read()[1] == _notice(2)
     for board in boards:
-        board.clear(SIZE, asked)  # type: ignore[arg-type]
+        board.clear(SIZE)
     boards[0].close()
     assert not asked.list_keys()
 
@@ -72,66 +71,26 @@ def test_a_notice_that_is_being_written_is_read_later() -> None:
     late = asked.add("notices", 1)  # of a third rank, which has not gone on yet
     second.publish(_notice(1))
     assert first.read() == {1: _notice(1)}
-    asked.set(f"notice {late}", json.dumps((2, ("elsewhere", 1, 0.0), _notice(2))))
+    asked.set(f"notice {late}", json.dumps((2, _notice(2))))
     assert first.read() == {1: _notice(1), 2: _notice(2)}
 
 
-def _kept(steps: Any, found: dict[int, Any], rank: int) -> Iterator[Any]:
-    found[rank] = yield from steps
-
-
-def test_keys_of_one_run_are_of_no_other() -> None:
-    """The first of the runs over one store ends with all ranks in it, or while one is late."""
-    store = dist.HashStore()
-    for size in (2, 3, 1, 3):
-        found = dict[int, Any]()
-        meetings: list[Any] = []
-        for rank in range(size):
-            for done in meetings:  # wait for those that are late
-                assert not done(0.0)
-            meetings.append(chain(_kept(meet(store, rank, size), found, rank)))
-        while len(found) < size:
-            for done in meetings:
-                done(0.0)
-        assert found[0].num_keys()
-        assert not found[0].check(["a"])
-        for rank in range(size):
-            found[rank].set(f"rank {rank}", "here")
-        for part in found.values():
-            assert part.check(["all ranks", *[f"rank {r}" for r in range(size)]])
-            part.set("a", "word of an earlier run")
-        unfinished = chain(meet(store, 1, 2))
-        assert not unfinished(0.0)
-
-
-def test_an_ended_process_is_of_this_run_or_of_an_earlier_one(
+def test_a_group_of_one_name_has_a_part_of_the_store_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A late rank is not taken for the process that it had in an earlier run, which has ended."""
+    """Also if torchrun restarted the ranks while one of them had not arrived yet."""
     store = dist.HashStore()
-    mine, its = (Meetings(store, rank) for rank in range(2))
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    its.publish(_notice(1))
-    assert mine.read() == {1: _notice(1)}
-    assert not mine.find_ended()
-    with monkeypatch.context() as of_another:
-        of_another.setattr(os, "getpid", lambda: pid)
-        its.publish(_notice(1)._replace(state="failed"))
-    assert mine.read()[1].state == "failed"
-    assert set(mine.find_ended()) == {1}
-    monkeypatch.setattr("multibn.communicators.transports.store.process_start", lambda: 1e12)
-    assert not mine.read()
-    assert not mine.find_ended()
-    its.publish(_notice(1))  # it lives, however early it came
-    assert mine.read() == {1: _notice(1)}
-    monkeypatch.setattr("multibn.communicators.transports.store.pid_space", lambda: "elsewhere")
-    assert mine.read() == {1: _notice(1)}  # a rank that waits may be of an earlier run
-    its.publish(_notice(1)._replace(state="failed"))
-    monkeypatch.undo()
-    assert not mine.read()
+    known: list[str] = []
+    for attempt, sizes in (("0", (2, 2, 3)), ("1", (2, 3, 3)), ("2", (2,))):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        for size in sizes:
+            parts = [part_of_store(store, "a group", size) for _ in range(size)]
+            assert not parts[0].check(["key"])
+            parts[0].set("key", "")
+            assert all(part.check(["key"]) for part in parts)
+            (key,) = {key for key in store.list_keys() if key.endswith("/key")}.difference(known)
+            known.append(key)
+        part_of_store(store, "a group", 2)
 
 
 def test_a_store_that_has_ended_is_asked_no_more() -> None:
