@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    _Part: TypeAlias = Literal["machine"] | int | list[int] | tuple[int, ...]
+    _Part: TypeAlias = Literal["machine"] | int
     CommunicatorLike: TypeAlias = Communicator | ProcessGroup | DeviceMesh | Comm | _Part | None
 else:  # no framework is imported to name its classes
 
@@ -34,8 +34,7 @@ else:  # no framework is imported to name its classes
         """A type for annotations: what names the ranks that share, see `as_communicator`.
 
         None; a torch ProcessGroup or one-dimensional DeviceMesh; an mpi4py Comm; a ChainerMN
-        communicator, whose library has no types, or a `Communicator`; `"machine"`, an int or a list
-        of ints.
+        communicator, whose library has no types, or a `Communicator`; `"machine"` or an int.
 
         Examples
         --------
@@ -44,7 +43,7 @@ else:  # no framework is imported to name its classes
         >>> from multibn.torch import convert_sync_batchnorm
         >>> def build(group: CommunicatorLike = None) -> nn.Module:
         ...     return convert_sync_batchnorm(nn.BatchNorm2d(8), group)
-        >>> build([0]).process_group.size
+        >>> build("machine").process_group.size
         1
         """
 
@@ -58,7 +57,7 @@ _WRAPPERS = {
     ("torch", "DeviceMesh"): _TORCH,
 }
 
-_Spec: TypeAlias = str | int | tuple[int, ...]
+_Spec: TypeAlias = str | int
 _LOCAL = SingleProcess()
 
 
@@ -116,18 +115,17 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     ----------
     obj
         None for torch's default process group where one is initialised when the communicator is
-        used, else this process alone; of those processes, `"machine"` for the ones on this machine,
-        an int k for k consecutive ones, or a list of ranks, see `Group`; a torch ProcessGroup or
-        one-dimensional DeviceMesh; an mpi4py Comm; a ChainerMN communicator; or a `Communicator`,
-        which is returned as it is.
+        used, else this process alone; of those processes, `"machine"` for the ones on this machine
+        or an int k for k consecutive ones, see `Group`; a torch ProcessGroup or one-dimensional
+        DeviceMesh; an mpi4py Comm; a ChainerMN communicator; or a `Communicator`, which is returned
+        as it is.
 
     Raises
     ------
     TypeError
         If `obj` is none of these.
     ValueError
-        If k is below 1, or the list is empty or has negative or repeated ranks. At each use, if
-        this process is not part of the group.
+        If k is below 1. At each use, if this process is not part of the group.
     RuntimeError
         If a DeviceMesh has several dimensions.
 
@@ -149,8 +147,7 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     for cls in type(obj).__mro__:
         if wrapper := _WRAPPERS.get((cls.__module__.partition(".")[0], cls.__name__)):
             return _wrapped(*wrapper, obj)
-    are_ranks = isinstance(obj, int | list | tuple) and not isinstance(obj, bool)
-    if are_ranks or (isinstance(obj, str) and obj == "machine"):
+    if _is_spec(obj):
         return Group(None, obj)
     # Looked up without a call: reading a property may be collective.
     has_methods = any(callable(getattr_static(obj, name, 0)) for name in ("rank", "size"))
@@ -160,10 +157,10 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     raise TypeError(
         "a communicator must be None, a torch ProcessGroup or DeviceMesh, an mpi4py Comm, a "
         "ChainerMN communicator, a multibn Communicator (an instance, whose `rank` and `size` are "
-        "numbers), 'machine', a number of consecutive ranks or a list of ranks: "
+        "numbers), 'machine' or a number of consecutive ranks: "
         f"got {obj!r} of type {type(obj).__qualname__}."
-        + " Pass None for the default group, whatever its backend."
-        * is_backend
+        + " Pass None for the default group, whatever its backend." * is_backend
+        + _OF_LISTS * isinstance(obj, list | tuple)
     )
 
 
@@ -171,10 +168,10 @@ class Group(Forwarding):
     """The group of `parent`'s ranks that this process belongs to.
 
     The first use, reading `rank` or `size` included, is collective over `parent`: each of its ranks
-    must make it, with the same `spec` or, for lists of ranks, with its own list out of several that
-    have no rank in common. Until then nothing is communicated, so that layers can be built before
-    the process group exists. Groups of the same `parent` and `spec` share one communicator, however
-    many layers have one. They are looked up anew after torch's default process group was made anew.
+    must make it, with the same `spec`. Until then nothing is communicated, so that layers can be
+    built before the process group exists. Groups of the same `parent` and `spec` share one
+    communicator, however many layers have one. They are looked up anew after torch's default
+    process group was made anew.
 
     Parameters
     ----------
@@ -182,19 +179,15 @@ class Group(Forwarding):
         Anything that `multibn.as_communicator` takes, another group included:
         `Group(Group(None, "machine"), 4)` are 4 consecutive ranks inside a machine.
     spec
-        `"machine"` for the ranks on the same machine; an int k for k consecutive ranks, where k
-        must divide the number of `parent`'s ranks; or a list of `parent`'s ranks, in any order: as
-        in torch, the group has them in that of `parent`.
+        `"machine"` for the ranks on the same machine; or an int k for k consecutive ranks, where k
+        must divide the number of `parent`'s ranks.
 
     Raises
     ------
     TypeError
         If `spec` is none of these, or `parent` is no communicator.
     ValueError
-        If `spec` is an int below 1, or a list that is empty or has negative or repeated ranks.
-        At each use: if k does not divide the number of ranks, on all of them; if the list has a
-        rank that `parent` has not; or if this process is not in the list. At the first use of a
-        list: if a rank in the list passes another one.
+        If `spec` is an int below 1. At each use, on all ranks, if k does not divide their number.
 
     Examples
     --------
@@ -220,8 +213,7 @@ class Group(Forwarding):
         return Group, (self.parent, self.spec)
 
     def __repr__(self) -> str:
-        spec = list(self.spec) if isinstance(self.spec, tuple) else self.spec
-        return f"Group({self.parent!r}, {spec!r})"
+        return f"Group({self.parent!r}, {self.spec!r})"
 
     def _look_up(self) -> Communicator:
         resolved = _resolved.get(self._key)
@@ -229,31 +221,20 @@ class Group(Forwarding):
         if resolved is None or resolved.default_group() is not world:
             # A destroyed group, its threads and its connections can end.
             reference = weakref.ref(world) if world else lambda: None
-            for spec, communicator in self._split().items():
-                _resolved[self._key[0], spec] = _Resolved(communicator, self.parent, reference)
-            resolved = _resolved[self._key]
-        if resolved.communicator is None:
-            raise ValueError(
-                f"this process, rank {self.parent.rank} of {self.parent.size}, is not in the list "
-                f"of ranks: got {self!r}. Give each process a group that it belongs to."
-            )
+            resolved = _Resolved(self._find(), self.parent, reference)
+            _resolved[self._key] = resolved
         # As this handle of the parent: another one's group may have been destroyed.
         return self.parent if resolved.communicator is resolved.parent else resolved.communicator
 
-    def _split(self) -> "dict[_Spec, Communicator | None]":
-        """This process's group, by its spec, and other lists that ranks have passed meanwhile.
-
-        None for lists that leave this process out. Collective over `parent`.
-        """
-        if isinstance(self.spec, tuple):
-            return _listed(self.parent, self.spec)
+    def _find(self) -> Communicator:
+        """This process's group. Collective over `parent`."""
         if isinstance(self.spec, int):
-            return {self.spec: _consecutive(self.parent, self.spec)}
-        return {self.spec: _on_same_machine(self.parent)}
+            return _consecutive(self.parent, self.spec)
+        return _on_same_machine(self.parent)
 
 
 class _Resolved(NamedTuple):
-    communicator: Communicator | None  # None for a process outside the list of ranks
+    communicator: Communicator
     parent: Communicator  # a reference, so that no other object gets its id
     default_group: Callable[[], object]
 
@@ -264,27 +245,29 @@ _resolved: dict[tuple[object, _Spec], _Resolved] = {}
 
 def _checked(spec: Any) -> _Spec:
     """The spec of a `Group`, which can be a key."""
-    if isinstance(spec, int) and not isinstance(spec, bool):
-        if spec < 1:
-            raise ValueError(
-                f"a group must have 1 or more consecutive ranks: got {spec}. "
-                "Pass 'machine' for the ranks on the same machine, None for all."
-            )
-        return spec
-    if isinstance(spec, str) and spec == "machine":
-        return spec
-    if isinstance(spec, list | tuple) and all(
-        isinstance(r, int) and not isinstance(r, bool) for r in spec
-    ):
-        if not spec or min(spec) < 0 or len(set(spec)) < len(spec):
-            raise ValueError(
-                f"a list of ranks must name 1 or more, none below 0 and none twice: got {spec}."
-            )
-        return tuple(sorted(spec))
-    raise TypeError(
-        "a group must be 'machine', a number of consecutive ranks or a list of ranks: "
-        f"got {spec!r} of type {type(spec).__qualname__}."
-    )
+    if not _is_spec(spec):
+        raise TypeError(
+            f"a group must be 'machine' or a number of consecutive ranks: got {spec!r} of type "
+            f"{type(spec).__qualname__}." + _OF_LISTS * isinstance(spec, list | tuple)
+        )
+    if spec != "machine" and spec < 1:
+        raise ValueError(
+            f"a group must have 1 or more consecutive ranks: got {spec}. "
+            "Pass 'machine' for the ranks on the same machine, None for all."
+        )
+    return cast(_Spec, spec)
+
+
+def _is_spec(obj: Any) -> bool:
+    if isinstance(obj, str):
+        return obj == "machine"
+    return isinstance(obj, int) and not isinstance(obj, bool)
+
+
+_OF_LISTS = (
+    " For a list of ranks, pass torch.distributed.new_group(ranks), or of mpi4py "
+    "comm.Create_group(comm.group.Incl(ranks))."
+)
 
 
 def _consecutive(parent: Communicator, k: int) -> Communicator:
@@ -299,31 +282,6 @@ def _consecutive(parent: Communicator, k: int) -> Communicator:
             "`num_sync_devices` or cfg.BN.NUM_SYNC_DEVICES."
         )
     return parent if k == size else parent.split(rank // k, rank)
-
-
-def _listed(parent: Communicator, ranks: tuple[int, ...]) -> dict[_Spec, Communicator | None]:
-    rank, size = parent.rank, parent.size
-    if ranks[-1] >= size:
-        raise ValueError(
-            f"a list of ranks must name ranks below {size}, the number of ranks in {parent!r}: "
-            f"got {list(ranks)} on rank {rank}."
-        )
-    if ranks == tuple(range(size)):
-        return {ranks: parent if size > 1 else SingleProcess()}
-    # All ranks then know the same groups, and ask each other at the same uses of other lists.
-    lists = [tuple(each) for each in gather(ranks if rank in ranks else (), parent)]
-    alone = [member for member, each in enumerate(lists) if any(lists[r] != each for r in each)]
-    if alone:
-        raise ValueError(
-            "all ranks of a list must pass this list: some ranks in the lists of rank(s) "
-            f"{alone} of {parent!r} pass others. Got {list(ranks)} on rank {rank}."
-        )
-    groups: dict[_Spec, Communicator | None] = dict.fromkeys((*filter(None, lists), ranks))
-    if rank in ranks:
-        groups[ranks] = parent.split(ranks[0], rank)
-    else:
-        parent.split(size)  # no list has this color; the ranks in lists wait for all of `parent`
-    return groups
 
 
 def _on_same_machine(parent: Communicator) -> Communicator:
