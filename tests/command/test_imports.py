@@ -187,6 +187,6 @@ def test_importing_and_naming_ranks_bring_in_no_framework(module: str, absent: l
 import sys, numpy
 own = set(sys.modules)
 import {module}
-multibn.as_communicator([0])
+multibn.as_communicator(1)
 print([m for m in {absent} if m in set(sys.modules) - own])"""
     assert launch.printed("-W", "error", "-c", code) == "[]\n"
