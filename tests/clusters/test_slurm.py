@@ -44,11 +44,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     conf.write_text(template.format(host=socket.gethostname(), folder=folder))
     os.environ["SLURM_CONF"] = str(conf)
     daemons = [["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
-    logs = [(folder / f"{number}.log").open("w") for number in range(3)]
     running = []
     try:
-        for command, log in zip(daemons, logs, strict=True):
-            running.append(subprocess.Popen(command, stdout=log, stderr=log))
+        for number, command in enumerate(daemons):
+            with (folder / f"{number}.log").open("w") as log:
+                running.append(subprocess.Popen(command, stdout=log, stderr=log))
             time.sleep(2)  # the nodes look for their controller once
         for page in ("README.md", GUIDE):
             for name, program in programs(page).items():
