@@ -124,9 +124,10 @@ $(VENV)/ray/installed $(VENV)/mpich/installed: $(VENV)/%/installed: $(VENV)/inst
 	touch $@
 
 clusters: $(VENV)/ray/installed $(VENV)/mpich/installed  #: Slurm (as root, by apt), Ray Train and MPICH, for real
+	mkdir -p out
 	command -v slurmctld > /dev/null || (apt-get update && \
 		apt-get install --yes --no-install-recommends slurm-wlm munge libpmix2) > out/slurm.log 2>&1 || true
-	$(BIN)/python -m pytest --require ray,mpich tests/clusters
+	$(BIN)/python -m pytest -rs --require ray,mpich tests/clusters
 
 $(VENV)/versions: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group versions

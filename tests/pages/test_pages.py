@@ -28,6 +28,7 @@ def _arguments(line: str) -> list[str]:
         "python": [python],
         "torchrun": _launch.launch_command("torchrun", 1, [])[:3],
         "mpiexec": _launch.launch_command("mpiexec", 1, [])[:1],
+        "accelerate": [python, "-m", "accelerate.commands.accelerate_cli"],
     }
     return [*own[name], *(python if argument == "python" else argument for argument in arguments)]
 
