@@ -59,7 +59,7 @@ def importable(name: str) -> bool:
         return False
 
 
-def missing_parts_cure() -> str:
+def how_to_build_core() -> str:
     """The cure where the parts are missing that a C compiler makes."""
     here = Path(__file__).parent
     folders = [Path(str(d.locate_file(here.name))) for d in metadata.distributions(name=here.name)]

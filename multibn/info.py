@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multibn import __version__, kernels
-from multibn._platform import find_command, importable, missing_parts_cure
+from multibn._platform import find_command, how_to_build_core, importable
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.watchdog import check_timeout
 
@@ -92,7 +92,7 @@ def _kernels(triton: str | None) -> dict[str, str]:
         core = import_module("multibn.kernels.core._core")
         host = f"C core, {core.levels[-1]}"
     except ImportError as error:
-        host = f"reference (slow): the C core is missing ({error}). {missing_parts_cure()}"
+        host = f"reference (slow): the C core is missing ({error}). {how_to_build_core()}"
     gpu = "Triton, launched by torch, when there is a GPU"
     new_enough = [int(number) for number in re.findall(r"\d+", triton or "")] >= [3, 4]
     if not new_enough or not importable("torch"):

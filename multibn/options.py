@@ -47,7 +47,7 @@ class NormOptions:
         check_choice("nonfinite", self.nonfinite, Nonfinite)
         check_bool(fuse_relu=self.fuse_relu)
 
-    def words(self, said: str = "") -> str:
+    def repr_of_changes(self, said: str = "") -> str:
         """The options that are not the defaults, for a repr that has `said` others already."""
         mine = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
         return "".join(f", {k}={v!r}" for k, v in mine.items() if f"{k}=" not in said)

@@ -112,7 +112,7 @@ def check_input(
         if residual is not None:
             check_residual(residual, x, (Variable, *types), "a Variable or an array")
         kernels.select(array)  # may warn, which may be an error of this rank alone
-        return axis, masks.checked(array, mask, lengths, axis=axis)
+        return axis, masks.as_mask(array, mask, lengths, axis=axis)
     except (TypeError, ValueError, Warning) as error:
         like = np.zeros(()) if like is None else like
         statistics.refuse(communicator, math.prod(channels), like=like, error=error)

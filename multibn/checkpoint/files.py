@@ -242,7 +242,7 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
         kind = "torch" if importable("torch") else "numpy"
         loaded: Any = import_module(f"safetensors.{kind}").load_file(path)
     else:
-        loaded, sizes = _unpickled(path)
+        loaded, sizes = _load_torch(path)
     # Training scripts save more than the model: dicts inside of dicts.
     if not prefix and isinstance(loaded, Mapping):
         parts = {key: part for key, part in loaded.items() if isinstance(part, Mapping)}
@@ -297,7 +297,7 @@ def _read_flax(path: Path, prefix: str) -> dict[str, Any]:
     }
 
 
-def _unpickled(path: Path) -> tuple[Any, dict[int, int]]:
+def _load_torch(path: Path) -> tuple[Any, dict[int, int]]:
     """What torch.load finds, and the sizes of the file's storages by their addresses.
 
     A malicious pickle can construct tensors on uninitialized memory.

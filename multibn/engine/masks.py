@@ -14,7 +14,7 @@ from multibn.kernels import NormArgs, steps
 from multibn.kernels.layout import sizes
 
 
-def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
+def as_mask(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
     """The engine's mask for `x`, whose axes `axis` are reduced; None if all elements count.
 
     Raises TypeError or ValueError, naming the argument. The numbers of `lengths` are checked in

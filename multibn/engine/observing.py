@@ -6,7 +6,7 @@ from multibn._arrays import array_namespace, values
 from multibn._typing import Array
 from multibn.communicators.nonfinite import layer_of
 from multibn.engine import masks
-from multibn.engine.recompute import Taping
+from multibn.engine.recompute import StatisticsTape
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import NormArgs, reference, steps
 
@@ -37,7 +37,7 @@ class LayerStatistics(NamedTuple):
     own: BatchStatistics
 
 
-class observing(Taping):  # noqa: N801
+class observing(StatisticsTape):  # noqa: N801
     """Context manager that records batch statistics; yields a list of `LayerStatistics`.
 
     Each training call of a layer appends one entry; recomputed passes append none. With

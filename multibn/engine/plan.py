@@ -155,7 +155,7 @@ class Plan:
         if state == CANCELLED and self._phase == "about the mean":
             return args.x, batch  # of the output there is no need, and of ever smaller means no end
         if state == CANCELLED:  # one more message, of moments about the mean
-            about, centre = reference.about(args, batch.mean)
+            about, centre = reference.centered(args, batch.mean)
             options: Any = {"weighting": self.weighting, "verbs": self._verbs}
             again = Plan(about, self.communicator, phase="about the mean", **options)
             _, near = again.forward(about, recorded=False)

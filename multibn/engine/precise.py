@@ -16,7 +16,7 @@ from multibn.communicators.handshake import confirm_place
 from multibn.communicators.nonfinite import layer_of
 from multibn.engine.lockstep import END, Lockstep
 from multibn.engine.plan import Plan
-from multibn.engine.recompute import Taping
+from multibn.engine.recompute import StatisticsTape
 from multibn.engine.running import PopulationEstimator, running_variance
 from multibn.engine.statistics import BatchStatistics, reduced_axes
 
@@ -35,7 +35,7 @@ class Population(PopulationEstimator):
         return batch.mean, running_variance(batch, local_count=0), batch.count > 0
 
 
-class PopulationRun(Taping):
+class PopulationRun(StatisticsTape):
     """A run of a model without gradients over the batches of all ranks of `communicator`.
 
     `layers` are all that share statistics or have running statistics: each has a `communicator`, an

@@ -19,7 +19,7 @@ from multibn.kernels import NormArgs
 Tape: TypeAlias = list[BatchStatistics]
 
 
-class Taping:
+class StatisticsTape:
     """A context manager that is on its thread's stack from enter to exit, and fills a tape."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Taping:
         self.tape.append(batch)
 
 
-class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tape`)
+class recording(StatisticsTape):  # noqa: N801 (read as a verb: `with recording() as tape`)
     """Context manager for a first pass; yields the tape, a list that the pass fills.
 
     Examples
@@ -53,7 +53,7 @@ class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tap
     """
 
 
-class replaying(Taping):  # noqa: N801
+class replaying(StatisticsTape):  # noqa: N801
     """Context manager for a recomputed pass, which reuses the statistics on `tape`; can be entered
     again.
 
@@ -144,7 +144,7 @@ def record(batch: BatchStatistics, args: NormArgs | None = None, plan: Any = Non
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Taping] = []
+        self.stack: list[StatisticsTape] = []
 
 
 state = _State()  # of this thread; empty where no context is in force

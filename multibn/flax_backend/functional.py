@@ -237,7 +237,7 @@ def _args(x: Array, arrays: Any, mask: Any, lengths: Any, options: Options) -> N
                 f"to it: got {mask.shape} for an input of shape {x.shape}.{cure}"
             )
         mask = jnp.squeeze(mask, of_channels)
-    mask = masks.checked(x, mask, lengths, axis=axis)
+    mask = masks.as_mask(x, mask, lengths, axis=axis)
     return NormArgs(x, arrays[0], arrays[1], options.epsilon, axis, mask=mask)
 
 

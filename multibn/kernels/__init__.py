@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import is_cupy_array
 
-from multibn._platform import missing_parts_cure
+from multibn._platform import how_to_build_core
 from multibn._typing import Array
 from multibn.kernels import reference as reference
 from multibn.kernels.spec import BatchStatistics as BatchStatistics
@@ -66,7 +66,7 @@ def _native(name: str) -> Any:
         if name == "cpu":
             warnings.warn(
                 f"the C core is missing ({error}), so batch norm on the CPU is about three times "
-                f"slower. {missing_parts_cure()}; `multibn info` shows what is in use. Set "
+                f"slower. {how_to_build_core()}; `multibn info` shows what is in use. Set "
                 "MULTIBN_KERNELS=reference to silence this warning.",
                 RuntimeWarning,
                 stacklevel=2,

@@ -49,9 +49,9 @@ _STEP: dict[str, Any] = {"BLOCK": 256, "enable_fp_fusion": False}
 # Of programs that merge; they read so many splits of so many channels at a time.
 _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
-# Numbers of a message from which a program of `steps.gaps` looks at so many, and no other program.
+# How many numbers of a message one program of `steps.nonfinite_flags` reads.
 _SHARE = 8192
-_GAPS: dict[str, Any] = {"SHARE": _SHARE, "enable_fp_fusion": False}
+_NONFINITE_FLAGS: dict[str, Any] = {"SHARE": _SHARE, "enable_fp_fusion": False}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOT_MOVED = _STEP | {"CUMULATIVE": False, "UNBIASED": False}
 _known: dict[Any, Any] = {}  # of all steps
@@ -94,7 +94,7 @@ def finish_forward(
         tilings is None
         or not fit(tilings.device, (tilings.payload,), (summed,))
         or not fit(tilings.device, tilings.shape, (), (weight, bias))
-        or not (running is None or movable(running, tilings))
+        or not (running is None or can_update_running(running, tilings))
     ):
         return reference.finish_forward(args, summed, rank_weight, count, coefficients=coefficients)
     is_many = isinstance(count, float) and count > 1.0
@@ -107,7 +107,14 @@ def finish_forward(
     looked_at, length = summed, 2 * C
     if length > _SHARE:
         looked_at, length = new(-(-length // _SHARE)), -(-length // _SHARE)
-        launch(steps.gaps, length, (summed, looked_at, 2 * C), _GAPS, "gaps", _known)
+        launch(
+            steps.nonfinite_flags,
+            length,
+            (summed, looked_at, 2 * C),
+            _NONFINITE_FLAGS,
+            "nonfinite_flags",
+            _known,
+        )
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
     arguments = summed, *unpack(batch), weight, bias, found, *arrays, looked_at, *numbers
     key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), tilings.dtype, *key
@@ -224,7 +231,7 @@ def coefficients_of(
     return coefficients
 
 
-def movable(running: Running, tilings: Tilings) -> bool:
+def can_update_running(running: Running, tilings: Tilings) -> bool:
     """Whether the kernels can move these running statistics."""
     mean, var, counter = running.mean, running.var, running.num_batches
     return (

@@ -191,7 +191,7 @@ def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
     return masked(xp.astype(dx, x.dtype, copy=False), g.input.mask)
 
 
-def about(args: NormArgs, mean: Array, /) -> tuple[NormArgs, Array]:
+def centered(args: NormArgs, mean: Array, /) -> tuple[NormArgs, Array]:
     """Return `x - mean` (for computing moments only), and the subtracted mean in float64."""
     xp, (centre,) = array_namespace(args.x), _narrow(args.x, mean)
     x = xp.astype(args.x, centre.dtype, copy=False) - per_channel(centre, args.x, args.axis)

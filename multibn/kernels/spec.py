@@ -11,7 +11,7 @@ from multibn._typing import Array, RunningVar
 OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED = 0, 1, 2, 3, 4
 # The least `(var + eps) / mean**2` that is not lost, of float64 inputs and of others: the rounding
 # of sums, 2**-52, then leaves 12 digits of the output, or those of float32.
-LEAST_SHARES = 2.0**-13, 2.0**-27
+MIN_RELATIVE_VARIANCE = 2.0**-13, 2.0**-27
 
 
 class BatchStatistics(NamedTuple):

@@ -17,7 +17,7 @@ from multibn._typing import Array, RunningVar, check_choice
 from multibn.kernels.layout import channels
 from multibn.kernels.spec import (
     CANCELLED,
-    LEAST_SHARES,
+    MIN_RELATIVE_VARIANCE,
     NOT_FINITE,
     OK,
     ONE_VALUE,
@@ -63,7 +63,7 @@ def statistics_of(
     mean = summed[:C] / divisor
     var = xp.clip(meansqr / divisor - mean * mean, 0.0, None)
     if found == OK and _is_readable(var):
-        least = LEAST_SHARES[args.x.dtype != array_namespace(args.x).float64]
+        least = MIN_RELATIVE_VARIANCE[args.x.dtype != array_namespace(args.x).float64]
         found = CANCELLED if bool(xp.any(values(mean * mean * least > var + args.eps))) else OK
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)

@@ -44,7 +44,7 @@ _MASK = re.compile("(mask|len|length)s?$")
 def update_bn_stats(
     model: nn.Module,
     data_loader: Iterable[Any],
-    *unnamed: object,
+    *args: object,
     num_samples: int | None = None,
     num_iters: int | None = None,
     estimator: Estimator = "population",
@@ -76,7 +76,7 @@ def update_bn_stats(
     num_samples, num_iters
         Stop after this many samples on all ranks together, in whole batches, or after this many
         batches on each rank. The first tensor of a batch has the samples on its first dimension; of
-        a PackedSequence, its sequences are the samples. Keyword-only: `unnamed` must be empty.
+        a PackedSequence, its sequences are the samples. Keyword-only: `args` must be empty.
     estimator
         `"population"`: exact mean and variance of all elements of the layer's inputs on all ranks,
         for batches of any sizes; the variance is unbiased, times N/(N-1) with N these elements per
@@ -124,9 +124,9 @@ def update_bn_stats(
     >>> model[0].running_mean
     tensor([5.])
     """
-    if unnamed:
+    if args:
         raise TypeError(
-            f"update_bn_stats() takes two positional arguments: got {unnamed} after them. fvcore's "
+            f"update_bn_stats() takes two positional arguments: got {args} after them. fvcore's "
             "third positional argument is `num_iters=`, a number of batches."
         )
     check_module(
@@ -156,7 +156,7 @@ def update_bn_stats(
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in layers:
             hooks.enter_context(layer.watched(run))
-        _rest_before_fork()
+        _sleep_before_fork()
         early_end = run.run(
             data_loader,
             partial(forward, inner),
@@ -193,7 +193,7 @@ def check_arguments(num_samples: object, num_iters: object, estimator: object) -
     check_int("num_iters", num_iters, none="no limit")
 
 
-def _rest_before_fork() -> None:
+def _sleep_before_fork() -> None:
     """Wait for gloo's threads to go idle before DataLoader workers are forked.
 
     Before Python 3.12, a fork made while such a thread enters Python inherits a locked mutex of the
@@ -254,10 +254,12 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     others = [(t, t.clone()) for norm in norms for t in running_tensors(norm)]
     # Suspend a surrounding step_statistics(): these batches are not part of it.
-    layers = [m for m in model.modules() if isinstance(vars(m).get("pool"), StepAccumulator)]
-    pools = [(layer, layer.pool) for layer in layers]
+    layers = [
+        m for m in model.modules() if isinstance(vars(m).get("step_accumulator"), StepAccumulator)
+    ]
+    pools = [(layer, layer.step_accumulator) for layer in layers]
     for layer in layers:
-        layer.pool = None  # type: ignore[assignment]
+        layer.step_accumulator = None  # type: ignore[assignment]
     gpus = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -266,7 +268,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for layer, pool in pools:
-            layer.pool = pool
+            layer.step_accumulator = pool
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
@@ -344,7 +346,7 @@ class _WatchedNorm:
                 run.repeat(partial(module, x.new_empty((0, *x.shape[1:]))))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _Seeing(self) as seeing:
+            with _InputRecorderMode(self) as seeing:
                 y = own_forward(*args, **kwargs)
             if not seeing.has_seen:  # it did not call F.batch_norm
                 self.add(input_of(args, kwargs))
@@ -379,7 +381,7 @@ class _WatchedNorm:
             norm.running_var.view(-1, self.num_features).copy_(var)
 
 
-class _Seeing(functional.BatchNormMode):
+class _InputRecorderMode(functional.BatchNormMode):
     """A context in which a layer's calls of batch norm with its running mean tell their inputs."""
 
     def __init__(self, layer: _WatchedNorm) -> None:

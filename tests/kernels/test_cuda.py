@@ -126,7 +126,7 @@ def test_the_steps_compile_for_a_gpu(
         ("merge_sums", merge | optional),
         ("finish_forward", moved | optional),
         ("gradient_coefficients", step | optional),
-        ("gaps", {"SHARE": 8192}),
+        ("nonfinite_flags", {"SHARE": 8192}),
         ("coefficients_of", step | optional),
     ):
         compiled = compile_for_a_gpu(getattr(steps, name), types, constants, fused=False)

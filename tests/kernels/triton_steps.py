@@ -49,7 +49,7 @@ def test_a_batch_that_is_not_finite(
     assert (count.item(), element_weight.item()) == (0, 0.5)
     refused = unpack(math.nan * summed, 3000)
     assert [v.isnan().all().item() for v in refused] == [True, True, False, True]
-    expected = ["gaps"] * (share < 6000) + ["finish_forward", "normalize"]
+    expected = ["nonfinite_flags"] * (share < 6000) + ["finish_forward", "normalize"]
     assert launched == 2 * expected
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from multibn._platform import missing_parts_cure, pid_space, process_state
+from multibn._platform import how_to_build_core, pid_space, process_state
 from multibn.communicators.channel import Begin, HostArray, spin_seconds
 from multibn.communicators.polling import Poll, until, until_all_come
 from multibn.communicators.status_board import RankLostError
@@ -203,7 +203,7 @@ def why_not() -> str | None:
     if not hasattr(os, "memfd_create"):
         return "needs Linux"
     if core is None:
-        return f"the part in C is missing. {missing_parts_cure()}"
+        return f"the part in C is missing. {how_to_build_core()}"
     try:
         with _offered(_TRIAL) as (offer, _):
             if _opened(offer) is None:

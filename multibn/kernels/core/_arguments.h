@@ -4,8 +4,8 @@
 
 /* The fields that the core reads, or knows to have no part in what the core computes. */
 #define ARGS_FIELDS(F)                                                                                       \
-    F(Input, x) F(Input, weight) F(Input, bias) F(Input, eps) F(Input, axis) F(Input, residual)        \
-    F(Input, relu) F(Input, running) F(Input, mask)
+    F(NormArgs, x) F(NormArgs, weight) F(NormArgs, bias) F(NormArgs, eps) F(NormArgs, axis)                   \
+    F(NormArgs, residual) F(NormArgs, relu) F(NormArgs, running) F(NormArgs, mask)
 #define GRADIENT_FIELDS(F) F(Gradient, dy) F(Gradient, input) F(Gradient, batch) F(Gradient, y) F(Gradient, needs_dx)
 #define BATCH_FIELDS(F) F(Batch, mean) F(Batch, var) F(Batch, count) F(Batch, element_weight)
 #define PACKED_FIELDS(F) F(Packed, numbers) F(Packed, shape)
@@ -112,8 +112,8 @@ static double number(Call *call, PyObject *object)
 static void read_input(Call *call, PyObject *i)
 {
     Activation *x = &call->x;
-    if (!look(get_field(call, i, Input_x), 0, &x->a) || number_of(x->a.dtype) < 0 ||
-        !lay_out(x, get_field(call, i, Input_axis))) {
+    if (!look(get_field(call, i, NormArgs_x), 0, &x->a) || number_of(x->a.dtype) < 0 ||
+        !lay_out(x, get_field(call, i, NormArgs_axis))) {
         call->refused = 1;
         return;
     }
@@ -121,14 +121,14 @@ static void read_input(Call *call, PyObject *i)
     call->dtype = number_of(x->a.dtype);
     call->pass = (Pass){
         .x = x->a.data, .C = C, .S = S, .n1 = N, .c1 = C, .parts = parts_of(N, C, S),
-        .mask = take_like(call, get_field(call, i, Input_mask), &x->mask, OPTIONAL),
+        .mask = take_like(call, get_field(call, i, NormArgs_mask), &x->mask, OPTIONAL),
     };
 }
 
 /* The kind of a pass whose sign is not that of `y`. */
 static int kind_of(Call *call, PyObject *i)
 {
-    return !call->refused && PyObject_IsTrue(get_field(call, i, Input_relu)) == 1 ? SIGN_OF_X : GRADIENT;
+    return !call->refused && PyObject_IsTrue(get_field(call, i, NormArgs_relu)) == 1 ? SIGN_OF_X : GRADIENT;
 }
 
 /* `n` numbers of the statistics of a batch, which are in arrays of their own, or, packed, from one on in a row. */
@@ -148,14 +148,14 @@ static void read_statistics(Call *call, PyObject *i, PyObject *batch, int writte
     call->statistics = (Statistics){
         .mean = take_statistic(call, batch, Batch_mean, 0, C, written),
         .var = take_statistic(call, batch, Batch_var, C, C, written),
-        .weight = take(call, get_field(call, i, Input_weight), ANY_FLOAT, C, OPTIONAL),
-        .bias = take(call, get_field(call, i, Input_bias), ANY_FLOAT, C, OPTIONAL),
-        .eps = number(call, get_field(call, i, Input_eps)),
+        .weight = take(call, get_field(call, i, NormArgs_weight), ANY_FLOAT, C, OPTIONAL),
+        .bias = take(call, get_field(call, i, NormArgs_bias), ANY_FLOAT, C, OPTIONAL),
+        .eps = number(call, get_field(call, i, NormArgs_eps)),
     };
     call->pass.mean = call->statistics.mean;
 }
 
-enum { BRIEF = 1 << 14 }; /* elements from which a pass lets other threads of Python run */
+enum { KEEP_GIL_BELOW_ELEMENTS = 1 << 14 }; /* elements from which a pass lets other threads of Python run */
 
 /* How many threads may share a pass over so many elements; -1, and an exception, if Python cannot tell. */
 static int64_t num_threads(int64_t elements)
@@ -192,7 +192,7 @@ static PyObject *answer(PyObject *const *args, Py_ssize_t num, Py_ssize_t expect
     if ((p->threads = num_threads(elements)) < 0)
         return NULL;
     p->loops = LEVELS[level].loops + call.dtype;
-    PyThreadState *thread = elements >= BRIEF ? PyEval_SaveThread() : NULL;
+    PyThreadState *thread = elements >= KEEP_GIL_BELOW_ELEMENTS ? PyEval_SaveThread() : NULL;
     double *memory = malloc((2 + 2 * p->parts) * p->C * sizeof(double));
     const int number = memory ? compute(&call, memory) : -1;
     free(memory);

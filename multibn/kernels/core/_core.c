@@ -67,7 +67,7 @@ static int begin_forward(Call *a, double *memory)
     return 0;
 }
 
-/* An Input, the payload, what the rank counts for, its elements per channel, its mark. */
+/* NormArgs, the payload, what the rank counts for, its elements per channel, its mark. */
 static void read_begin_forward(Call *a, PyObject *const *args)
 {
     read_input(a, args[0]);
@@ -138,13 +138,13 @@ static int normalize(Call *a, double *memory)
 static void read_pass(Call *a, PyObject *const *args, int written)
 {
     read_input(a, args[0]);
-    a->pass.y = take_like(a, get_field(a, args[0], Input_residual), &a->x.a, OPTIONAL);
+    a->pass.y = take_like(a, get_field(a, args[0], NormArgs_residual), &a->x.a, OPTIONAL);
     a->pass.kind = kind_of(a, args[0]);
     read_statistics(a, args[0], args[1], written);
     take_output(a, args[2], args[3], 3);
 }
 
-/* An Input, BatchStatistics, the output, whether coefficients take its place. */
+/* NormArgs, BatchStatistics, the output, whether coefficients take its place. */
 static void read_normalize(Call *a, PyObject *const *args) { read_pass(a, args, 0); }
 
 FUNCTION(normalize, 4)
@@ -171,7 +171,7 @@ static void read_finish_forward(Call *a, PyObject *const *args)
     a->count = number(a, args[6]);
     a->total = take_statistic(a, args[1], Batch_count, 2 * a->pass.C, 1, WRITTEN);
     a->element_weight = take_statistic(a, args[1], Batch_element_weight, 2 * a->pass.C + 1, 1, WRITTEN);
-    PyObject *running = get_field(a, args[0], Input_running);
+    PyObject *running = get_field(a, args[0], NormArgs_running);
     if (running == Py_None)
         return;
     Running *r = &a->running;

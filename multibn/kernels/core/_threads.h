@@ -6,13 +6,13 @@ How a sum is cut into parts depends on the sizes alone, so its value does not de
 
 enum {
     SHARE = 1 << 19,     /* elements that are worth a thread */
-    SPACIOUS = 1 << 16,  /* elements of a sample from which threads divide the channels, not the samples */
+    SPLIT_CHANNELS_FROM_ELEMENTS = 1 << 16,  /* elements of a sample from which threads divide the channels, not the samples */
     MOST_PARTS = 64,     /* of a sum over samples */
 };
 
 static int64_t parts_of(int64_t N, int64_t C, int64_t S)
 {
-    return C * S >= SPACIOUS ? 1 : at_most(at_most(MOST_PARTS, at_least(N * C * S / SHARE, 1)), N);
+    return C * S >= SPLIT_CHANNELS_FROM_ELEMENTS ? 1 : at_most(at_most(MOST_PARTS, at_least(N * C * S / SHARE, 1)), N);
 }
 
 /* A thread's share: every `step`th of the parts of a sum, from `first` on, or what `loop` writes. */
@@ -54,7 +54,7 @@ static void *do_share(void *of)
 static int in_threads(const Pass *p, void (*loop)(const Rows *), int num)
 {
     const int64_t N = p->n1, C = p->C, worth = at_least(N * C * p->S / SHARE, 1);
-    const int by_channel = C * p->S >= SPACIOUS;
+    const int by_channel = C * p->S >= SPLIT_CHANNELS_FROM_ELEMENTS;
     const int64_t most = at_most(at_most(p->threads, worth), by_channel ? C : loop ? N : p->parts);
     Share alone, *shares = most > 1 ? malloc(most * sizeof *shares) : NULL;
     const int64_t n = shares ? most : 1;

@@ -109,7 +109,7 @@ def merge_sums(
 
 
 @_step
-def gaps(numbers, found, length, SHARE: constexpr):
+def nonfinite_flags(numbers, found, length, SHARE: constexpr):
     """The `_gap` of each program's share of a message."""
     first = tl.program_id(0) * SHARE
     tl.store(found + tl.program_id(0), _gap(numbers + first, tl.minimum(length - first, SHARE)))
@@ -123,8 +123,8 @@ def finish_forward(
 ):  # fmt: skip
     """The statistics in a message, the coefficients of the passes, and `update_running`.
 
-    `looked_at`, of a `length`, is the message, or the `gaps` of a long one: every program reads it
-    all. `weight`, `bias`, and what is moved may be None.
+    `looked_at`, of a `length`, is the message, or the `nonfinite_flags` of a long one: every
+    program reads all of it. `weight`, `bias`, and what is moved may be None.
     """
     c, exists = _channels(C, BLOCK)
     gap = _gap(looked_at, length)

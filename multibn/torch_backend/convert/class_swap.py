@@ -20,18 +20,18 @@ from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import communicator_of, updates_running
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 
-_TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
+_TORCH_TO_SYNC: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     getattr(nn, f"BatchNorm{n}d"): getattr(modules, f"SyncBatchNorm{n}d") for n in (1, 2, 3)
 }
 #: The synchronized class of each class that was converted.
-CLASSES: dict[type[_BatchNorm], type[SyncBatchNorm]] = dict(_TORCHS)
+CLASSES: dict[type[_BatchNorm], type[SyncBatchNorm]] = dict(_TORCH_TO_SYNC)
 
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
-_ATTRIBUTES |= {"converted_from", "own_group", "_shares", "_num_splits"}
+_ATTRIBUTES |= {"converted_from", "original_process_group", "_has_called_batch_norm", "_num_splits"}
 
 
-def derive(layer: Any, /) -> SyncBatchNorm:
+def swap_class(layer: Any, /) -> SyncBatchNorm:
     """Set the class of `layer` to its synchronized subclass; the caller must configure it."""
     original = type(layer)
     if isinstance(layer, SyncBatchNorm):  # which no longer splits its batch
@@ -39,7 +39,7 @@ def derive(layer: Any, /) -> SyncBatchNorm:
     elif isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses this class on CPU
         group = communicator_of(layer.__dict__.pop("process_group"))  # a property of the new class
         layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
-        layer.__dict__.update(own_group=group, converted_from=original)
+        layer.__dict__.update(original_process_group=group, converted_from=original)
     else:
         layer.__class__ = _class(original)
     return layer
@@ -47,7 +47,7 @@ def derive(layer: Any, /) -> SyncBatchNorm:
 
 def restore(layer: nn.Module, original: type[nn.Module], /) -> None:
     """Change the class of `layer` to `original`, and remove the attributes that it lacks."""
-    group = getattr(layer, "own_group", None)
+    group = getattr(layer, "original_process_group", None)
     for name in _ATTRIBUTES:
         layer.__dict__.pop(name, None)
     layer.__class__ = original
@@ -59,9 +59,9 @@ def _class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
     if original not in CLASSES:
         attributes: dict[str, Any] = {"__module__": __name__, "converted_from": original}
         check = original._check_input_dim
-        same = [ours for torchs, ours in _TORCHS.items() if torchs._check_input_dim is check]
+        same = [ours for torchs, ours in _TORCH_TO_SYNC.items() if torchs._check_input_dim is check]
         if not same:
-            attributes["_usual"] = ()
+            attributes["_fast_path_ndims"] = ()
         own = _Derived if original.forward is _BatchNorm.forward else _OwnForward
         CLASSES[original] = type(f"Sync{original.__name__}", (own, *same, original), attributes)
     return CLASSES[original]
@@ -89,46 +89,50 @@ class _OwnForward(_Derived):
     """A layer that calls batch norm and does something of its own before or after."""
 
     converted_from: type[_BatchNorm]
-    _shares = False  # whether a forward pass has called batch norm
+    _has_called_batch_norm = False  # whether a forward pass has called batch norm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = (*args, *kwargs.values())
         if any(isinstance(argument, fx.Proxy) for argument in arguments):
             return call_node(self, *args, **kwargs)
-        has_dtensor = dtensors.among((*arguments, self.weight))
+        has_dtensor = dtensors.contains_dtensor((*arguments, self.weight))
         if not (self.training or has_dtensor):
             return self.converted_from.forward(self, *args, **kwargs)
-        sharing = _Sharing(self)
+        mode = _SyncBatchNormMode(self)
         x = next((a for a in arguments if isinstance(a, Tensor)), None)
         try:
-            with sharing:
+            with mode:
                 y = self.converted_from.forward(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
-            if self.training and not sharing.reached:  # the other ranks will wait for this one
+            if (
+                self.training and not mode.batch_norm_called
+            ):  # the other ranks will wait for this one
                 validation.raise_on_all_ranks(error, x, self.num_features, self.layer_communicator)
             raise
         # Later, a class may return an empty batch as it is, or normalize alone where it is alone.
-        may_pass = self._shares and (
+        may_pass = self._has_called_batch_norm and (
             self.layer_communicator.size == 1 or (x is not None and not len(x))
         )
-        if self.training and not (sharing.reached or may_pass):
+        if self.training and not (mode.batch_norm_called or may_pass):
             raise RuntimeError(
                 f"`{self.layer_communicator.name}`, a {self.converted_from.__qualname__}, cannot "
                 "share statistics: its forward pass in training did not call "
                 "torch.nn.functional.batch_norm with the layer's running_mean. Call "
                 "revert_sync_batchnorm, then convert the parts of the model without this layer."
             )
-        if sharing.reached and not (self._shares or torch.compiler.is_compiling()):
-            self._shares = True
+        if mode.batch_norm_called and not (
+            self._has_called_batch_norm or torch.compiler.is_compiling()
+        ):
+            self._has_called_batch_norm = True
         return y
 
 
 # Attributes of these names have another meaning in layers of other classes, which are refused.
 _OWN = {*dir(SyncBatchNorm(1)), *dir(_OwnForward)} - {*dir(nn.SyncBatchNorm(1))}
-NAMES = sorted(name for name in _OWN if not name.startswith("__"))
+RESERVED_ATTRIBUTES = sorted(name for name in _OWN if not name.startswith("__"))
 
 
-class _Sharing(functional.BatchNormMode):
+class _SyncBatchNormMode(functional.BatchNormMode):
     """Intercept calls of batch_norm that pass the layer's running_mean, and synchronize them."""
 
     def __init__(self, layer: _OwnForward) -> None:
@@ -136,7 +140,7 @@ class _Sharing(functional.BatchNormMode):
         self.layer = layer
         counter = layer.num_batches_tracked
         self.count_before = None if counter is None else counter.clone()
-        self.reached = False
+        self.batch_norm_called = False
 
     def batch_norm(
         self,
@@ -152,7 +156,7 @@ class _Sharing(functional.BatchNormMode):
         """Take the place of torch.nn.functional.batch_norm."""
         layer = self.layer
         own = running_mean is (layer.running_mean if layer.track_running_stats else None)
-        self.reached |= own
+        self.batch_norm_called |= own
         if own and not training and running_mean is not None and running_var is not None:
             return functional.normalize_with_running_stats(
                 input, weight, bias, running_mean, running_var, eps=eps
@@ -170,12 +174,15 @@ class _Sharing(functional.BatchNormMode):
         if layer._num_splits > 1:
             if before is not None and counter is not None:  # the end of the step will count
                 counter.copy_(before)
-            return layer.by_parts(args, num_channels, momentum)
+            return layer.forward_splits(args, num_channels, momentum)
         running = running_stats_of(layer, layer.running_var_convention, momentum)
         if isinstance(running, StepAccumulator):
             running.momentum = momentum
-        args, sharing = args._replace(running=running), (num_channels, layer.layer_communicator)
-        y, batch = functional.forward(args, *sharing, weighting=layer.weighting)
+        args, communication = (
+            args._replace(running=running),
+            (num_channels, layer.layer_communicator),
+        )
+        y, batch = functional.forward(args, *communication, weighting=layer.weighting)
         if running is not None and before is not None and counter is not None:
             # The original `forward` has incremented the counter. Undo this for recomputations and
             # for batches that are empty on all ranks.

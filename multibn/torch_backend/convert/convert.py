@@ -26,7 +26,7 @@ from multibn.torch_backend.layer import data_parallel, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, without_none
-from multibn.torch_backend.layer.sub_batch_norm import Part
+from multibn.torch_backend.layer.sub_batch_norm import SubBatchNormPart
 from multibn.torch_backend.norms.batch_renorm import SyncBatchRenormBase
 from multibn.torch_backend.norms.group_norm import SyncGroupsBase
 
@@ -34,7 +34,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 # Names that a class may define and still behave like the layer that it derives from.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
 # Options of torch's layers, and those that end with sharing; a plain layer would lose all others.
-_NOT_LOST = (
+_REVERTIBLE_OPTIONS = (
     "eps= momentum= affine= bias= track_running_stats= weighting= running_var= nonfinite= "
     "num_splits="
 )
@@ -147,22 +147,24 @@ def convert_sync_batchnorm(
     options: Any = {"weighting": weighting, "running_var": running_var, "nonfinite": nonfinite}
     SyncBatchNorm(1, process_group=process_group, **options)
     layers = _find(module, strict)
-    if kept := _with_others(module, layers, process_group, options):
+    if kept := _options_mismatch(module, layers, process_group, options):
         warnings.warn(
             list_obstacles(
                 kept, "layer(s) already synchronized with different options were left unchanged"
             ),
             stacklevel=2,
         )
-    for layer in map(class_swap.derive, layers):
-        layer.configure(layer.own_group if process_group is None else process_group, **options)
+    for layer in map(class_swap.swap_class, layers):
+        layer.configure(
+            layer.original_process_group if process_group is None else process_group, **options
+        )
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
-            data_parallel.watch(part)
+            data_parallel.patch_ddp(part)
     return module
 
 
-def _with_others(
+def _options_mismatch(
     module: nn.Module, layers: list[_BatchNorm], process_group: Any, options: dict[str, Any]
 ) -> dict[str, str]:
     """Return already synchronized layers whose options differ from the requested ones, by path."""
@@ -219,7 +221,7 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
     layer: Any
     for layer in _find(module, strict, splitting=True):
         if not isinstance(layer, SyncBatchNorm):
-            class_swap.derive(layer).configure(LOCAL)
+            class_swap.swap_class(layer).configure(LOCAL)
         layer.process_group, layer._num_splits = LOCAL, num_splits
     return module
 
@@ -232,7 +234,7 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
         again = isinstance(part, SyncBatchNorm) and (splitting or "_num_splits" in vars(part))
-        if isinstance(part, SyncNormBase | Part) and not again:
+        if isinstance(part, SyncNormBase | SubBatchNormPart) and not again:
             continue
         if why := _cannot_convert(part):
             obstacles[path] = f"{_name(part)}: {why}"
@@ -318,7 +320,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         return None
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
-    if taken := [name for name in class_swap.NAMES if hasattr(layer, name)]:
+    if taken := [name for name in class_swap.RESERVED_ATTRIBUTES if hasattr(layer, name)]:
         return f"it has an attribute {taken[0]!r}, which SyncBatchNorm uses itself. Rename it"
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return "it is a lazy module that is not initialized. Run the model once first"
@@ -354,7 +356,7 @@ def _cannot_revert(layer: SyncNormBase) -> str | None:
         return _PARAMETRIZED
     if names:
         return f"its class overrides {', '.join(names)}, which would be lost"
-    if lost := layer.norm_options.words(_NOT_LOST):
+    if lost := layer.norm_options.repr_of_changes(_REVERTIBLE_OPTIONS):
         return f"it has{lost[1:]}, which would be lost"
     if "forward" in vars(layer):
         return "its `forward` was replaced on the instance, which would be lost"

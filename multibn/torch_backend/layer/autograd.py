@@ -100,14 +100,14 @@ def running_stats_of(
 ) -> Running | StepAccumulator | None:
     """The statistics of `bn` that a training step moves in place, once; None if there are none.
 
-    In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
+    In a step of `step_statistics`, the step's accumulator. With `momentum`, the caller has counted
     the batch already.
     """
     if not bn.track_running_stats:
         return None
-    pool: StepAccumulator | None = getattr(bn, "pool", None)
-    if pool is not None:
-        return pool
+    step_accumulator: StepAccumulator | None = getattr(bn, "step_accumulator", None)
+    if step_accumulator is not None:
+        return step_accumulator
     buffers = bn._buffers  # attributes of a module take longer
     try:
         mean, var = buffers["running_mean"], buffers["running_var"]

@@ -94,13 +94,17 @@ class SyncNormBase(nn.Module):
     layer_communicator: (
         LayerCommunicator  # the layer's communicator, with the layer's name in its model
     )
-    pool: StepAccumulator | None = None  # of the step of `step_statistics` that is under way
+    step_accumulator: StepAccumulator | None = (
+        None  # of the step of `step_statistics` that is under way
+    )
     nonfinite: Nonfinite = None
 
     def configure(self, process_group: CommunicatorLike, **options: Any) -> None:
         """Set the ranks and options of `Options`, see `SyncBatchNorm`. Not collective."""
         self.compared = {}
-        self.pool = None  # an attribute that came and went would make compiled code recompile
+        self.step_accumulator = (
+            None  # an attribute that came and went would make compiled code recompile
+        )
         self.process_group = process_group
         for name, value in options.items():
             setattr(self, self.Options.attributes.get(name, name), value)
@@ -136,9 +140,11 @@ class SyncNormBase(nn.Module):
         """Describe a message of so many channels further; ranks compare the descriptions."""
         return ""
 
-    def alone(self, x: Any) -> Communicator:
+    def local_communicator(self, x: Any) -> Communicator:
         """Return a single-process communicator that reports errors under this layer's name."""
-        if compiled.is_compiling_or_fake(x) or dtensors.among((x, *self.parameters(recurse=False))):
+        if compiled.is_compiling_or_fake(x) or dtensors.contains_dtensor(
+            (x, *self.parameters(recurse=False))
+        ):
             return LOCAL
         return self.layer_communicator.over(LOCAL)
 
@@ -146,7 +152,7 @@ class SyncNormBase(nn.Module):
         said, group = super().extra_repr(), self.layer_communicator.communicator
         if not isinstance(group, DefaultCommunicator):
             said += f", process_group={group}"
-        return said + self.norm_options.words(said)
+        return said + self.norm_options.repr_of_changes(said)
 
     def __setattr__(self, name: str, value: Any) -> None:
         options = type(self).Options  # a layer that is reverted has none afterwards

@@ -21,26 +21,26 @@ from multibn.communicators.layer_communicator import LayerCommunicator, during
 from multibn.torch_backend._torch_private import ACTIVE_DDP, DDP_ATTRIBUTES
 
 # Parts of DDP that its documentation does not name. If one is missing, DDP stays as it is.
-_PARTS = *DDP_ATTRIBUTES, "parameters_to_ignore", "will_sync_module_buffers"
+_PRIVATE_DDP_ATTRIBUTES = *DDP_ATTRIBUTES, "parameters_to_ignore", "will_sync_module_buffers"
 
-_meetings: WeakKeyDictionary[nn.Module, Communicator] = WeakKeyDictionary()
+_ddp_communicators: WeakKeyDictionary[nn.Module, Communicator] = WeakKeyDictionary()
 
 
 def watch_active() -> None:
-    """`watch` the DDP whose forward pass is running, if any."""
+    """`patch_ddp` the DDP whose forward pass is running, if any."""
     ddp = getattr(DistributedDataParallel, ACTIVE_DDP, None)
-    if ddp is not None and ddp not in _meetings:
-        watch(ddp)
+    if ddp is not None and ddp not in _ddp_communicators:
+        patch_ddp(ddp)
 
 
-def watch(ddp: Any, /) -> None:
+def patch_ddp(ddp: Any, /) -> None:
     """Make a message of multibn's the first of every training forward pass of `ddp`.
 
     Not collective; every rank must call it before the same forward pass.
     """
     group = as_communicator(ddp.process_group)
-    _meetings.setdefault(ddp, LayerCommunicator(group, lambda: "DistributedDataParallel"))
-    if not all(hasattr(ddp, name) for name in _PARTS):
+    _ddp_communicators.setdefault(ddp, LayerCommunicator(group, lambda: "DistributedDataParallel"))
+    if not all(hasattr(ddp, name) for name in _PRIVATE_DDP_ATTRIBUTES):
         return
     # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
     equal = {
@@ -56,17 +56,17 @@ def watch(ddp: Any, /) -> None:
     device = next(ddp.parameters()).device.type
     # Of DDP's backends only gloo has multibn's deadline; NCCL has a watchdog of its own.
     is_gloo = f"{device}:gloo" in dist.get_backend_config(ddp.process_group).split(",")
-    if is_gloo and _meet not in ddp._forward_pre_hooks.values():
-        ddp.register_forward_pre_hook(_meet)
+    if is_gloo and _barrier_pre_hook not in ddp._forward_pre_hooks.values():
+        ddp.register_forward_pre_hook(_barrier_pre_hook)
 
 
-def _meet(ddp: Any, inputs: Any) -> None:
+def _barrier_pre_hook(ddp: Any, inputs: Any) -> None:
     """Wait for all ranks if DDP will communicate before the layers do."""
     if torch.compiler.is_compiling() or not (ddp.training and torch.is_grad_enabled()):
         return
     rebuilds = ddp.static_graph or not ddp.find_unused_parameters
     if ddp.will_sync_module_buffers() or (rebuilds and not ddp._has_rebuilt_buckets):
-        meeting = _meetings.get(ddp)
+        meeting = _ddp_communicators.get(ddp)
         if meeting is not None:  # a copy of a watched DDP has the hook and no meeting
             numbers = torch.zeros(2, dtype=torch.float64, device="cpu")
             during(meeting, "before forward", numbers.dtype, len(numbers)).allreduce(numbers)

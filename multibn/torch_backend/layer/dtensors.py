@@ -24,7 +24,7 @@ from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import BatchStatistics
 
 
-def among(tensors: Iterable[Any], /) -> bool:
+def contains_dtensor(tensors: Iterable[Any], /) -> bool:
     """Whether one of `tensors` is a DTensor."""
     # A program without DTensors need not import their module, which takes a second.
     module = sys.modules.get("torch.distributed.tensor")
@@ -45,30 +45,30 @@ def forward(
     warning = ""
     if mesh is not None:
         if not isinstance(communicator, LayerCommunicator):  # evaluation without running statistics
-            communicator, warning = _along(mesh, sharing)
+            communicator, warning = _mesh_communicator(mesh, sharing)
         elif isinstance(communicator.communicator, DefaultCommunicator):
-            along, warning = _along(mesh, sharing)
+            along, warning = _mesh_communicator(mesh, sharing)
             communicator = communicator.over(along)
     y, batch = function(_localize(args, mesh, sharing), num_channels, communicator)
     if warning:  # after the message: on one rank, it may be an error
         _warn_once(warning)
-    return _like(args.x, y), batch
+    return _wrap_output(args.x, y), batch
 
 
 def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor | None) -> Tensor:
     """Apply `function` to the local tensors. The output is like `x`."""
     layout = _layout(x)
-    return _like(x, function(_local(x), *(_parameter(p, *layout) for p in parameters)))
+    return _wrap_output(x, function(_local(x), *(_parameter(p, *layout) for p in parameters)))
 
 
 def buffer(x: Any, /) -> Any:
     """Return the local tensor of a replicated running statistic or counter."""
-    return _parameter(x, x.device_mesh, ()) if among([x]) else x
+    return _parameter(x, x.device_mesh, ()) if contains_dtensor([x]) else x
 
 
 def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
     """The mesh of an input, and those of its dimensions that divide the elements of a channel."""
-    if not among([x]):
+    if not contains_dtensor([x]):
         return None, ()
     from torch.distributed.tensor import Replicate, Shard
 
@@ -109,7 +109,7 @@ def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:
     A plain parameter's gradient is local. A DTensor's is `Partial` where ranks hold different
     elements, as after DTensor's own operations.
     """
-    if not among([p]):
+    if not contains_dtensor([p]):
         return p
     from torch.distributed.tensor import Partial, Replicate
 
@@ -126,19 +126,19 @@ def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:
 
 def _local(x: Any) -> Any:
     """This rank's part of a tensor."""
-    return x.to_local() if among([x]) else x
+    return x.to_local() if contains_dtensor([x]) else x
 
 
-def _like(x: Any, y: Tensor) -> Tensor:
+def _wrap_output(x: Any, y: Tensor) -> Tensor:
     """The output for `x`, whose local part is `y`."""
-    if not among([x]):
+    if not contains_dtensor([x]):
         return y
     options: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
     return type(x).from_local(y, x.device_mesh, x.placements, **options)
 
 
 @lru_cache(maxsize=256)
-def _along(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, str]:
+def _mesh_communicator(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, str]:
     """The ranks along some dimensions of a mesh, and a warning if there are others."""
     here = [slice(None) if k in dims else n for k, n in enumerate(mesh.get_coordinate())]
     ranks, num_ranks = mesh.mesh[tuple(here)].flatten().tolist(), dist.get_world_size()

@@ -186,8 +186,8 @@ def forward(
     key = None if layer is None else autograd.plan_key(args, weighting)
     plan = None if layer is None else layer.plans.get(key)
     if plan is None:
-        if dtensors.among((args.x, args.weight, args.bias)):
-            if dtensors.among([args.x]):
+        if dtensors.contains_dtensor((args.x, args.weight, args.bias)):
+            if dtensors.contains_dtensor([args.x]):
                 # Not each rank's part, so that all ranks raise.
                 validation.check_input(args.x, num_channels)
             function = partial(forward, weighting=weighting)
@@ -220,7 +220,7 @@ def _forward_compiled(
         )
     has_name = hasattr(communicator, "operator_name")
     # Custom operators cannot mix DTensors and plain tensors.
-    if compiling and (dtensors.among((args.x, args.weight, args.bias)) or not has_name):
+    if compiling and (dtensors.contains_dtensor((args.x, args.weight, args.bias)) or not has_name):
         torch._dynamo.graph_break(
             msg="a layer with DTensors, like sync_batch_norm, is not compiled and runs eagerly. "
             "Call torch.compile without fullgraph=True."
@@ -236,16 +236,16 @@ def _forward_compiled(
         except ValueError as error:  # of a layer with data, whose other ranks may have some
             validation.raise_on_all_ranks(error, args.x, num_channels, communicator)
     x, weight, bias, eps, axis, relu, mask, residual, running = args
-    pool = running if isinstance(running, StepAccumulator) else None
-    moved = (None,) * 5 if running is None or pool is not None else running
+    step_accumulator = running if isinstance(running, StepAccumulator) else None
+    moved = (None,) * 5 if running is None or step_accumulator is not None else running
     y, *numbers = torch.ops.multibn.forward(
         *(x, weight, bias, eps, axis, relu, mask, residual, *moved),
         *(num_channels, communicator.operator_name, weighting),
     )
     batch = BatchStatistics(*numbers)
-    if pool is not None:
+    if step_accumulator is not None:
         of_all = x.numel() // max(batch.mean.numel(), 1)
-        pool.add(batch, local_count=of_all if mask is None else mask.sum())
+        step_accumulator.add(batch, local_count=of_all if mask is None else mask.sum())
     return y, batch
 
 
@@ -265,7 +265,7 @@ def normalize_with_running_stats(
     """
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
-    if dtensors.among((x, weight, running_mean)):
+    if dtensors.contains_dtensor((x, weight, running_mean)):
         function = partial(normalize_with_running_stats, eps=eps)
         return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -119,10 +119,10 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
     converted_from: type[_BatchNorm] | None = None
     # The ranks before a conversion, if the layer shared with some: see `convert_sync_batchnorm`.
-    own_group: Communicator | None = None
+    original_process_group: Communicator | None = None
     fuse_relu = False  # the value in layers that were converted
     # Numbers of dimensions that take the short way, as `_check_input_dim` need not be asked.
-    _usual: Collection[int] = range(2, 6)
+    _fast_path_ndims: Collection[int] = range(2, 6)
     _num_splits = 1  # see `convert_sub_batchnorm`
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # convert.py sets this method
 
@@ -164,7 +164,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     ) -> Tensor:
         is_plain = self.training and mask is lengths is None and self._num_splits == 1
         if not is_plain or torch.compiler.is_compiling() or type(input) is not Tensor:
-            return self._forward_special(input, residual, mask=mask, lengths=lengths)
+            return self._forward_general(input, residual, mask=mask, lengths=lengths)
         args = self._as_input(input, residual)
         sharing, weighting = self.layer_communicator, self.weighting
         plan = sharing.plans.get(autograd.plan_key(args, weighting))
@@ -172,11 +172,11 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             y: Tensor
             y, _ = autograd.apply((plan, args), input, args.weight, args.bias, residual)
             return y
-        if input.is_meta or input.ndim not in self._usual:
-            return self._forward_special(input, residual, mask=mask, lengths=lengths)
+        if input.is_meta or input.ndim not in self._fast_path_ndims:
+            return self._forward_general(input, residual, mask=mask, lengths=lengths)
         return functional.forward(args, self.num_features, sharing, weighting=weighting)[0]
 
-    def _forward_special(
+    def _forward_general(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None
     ) -> Any:
         """`forward` in evaluation, with a mask, in compiled code, or not of a dense tensor."""
@@ -194,13 +194,13 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         var: Any = self.running_var
         by_batch = self.training or mean is None or var is None
         if by_batch and not self.training:
-            layer_communicator = self.alone(input)
+            layer_communicator = self.local_communicator(input)
             by_batch = not (mask is lengths is None and is_exporting_or_tracing())
         where = validation.mask_of(input, mask, lengths, self.num_features, layer_communicator)
         if by_batch:
             args = self._as_input(input, residual, where)
             if self.training and self._num_splits > 1:
-                return self.by_parts(args, self.num_features)
+                return self.forward_splits(args, self.num_features)
             return functional.forward(
                 args, self.num_features, layer_communicator, weighting=self.weighting
             )[0]
@@ -214,7 +214,9 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         y = y if residual is None else y + residual
         return reference.masked(y.relu() if self.fuse_relu else y, where)
 
-    def by_parts(self, args: NormArgs, num_channels: int, momentum: float | None = None) -> Tensor:
+    def forward_splits(
+        self, args: NormArgs, num_channels: int, momentum: float | None = None
+    ) -> Tensor:
         """Each part of a batch by its own statistics, see `convert_sub_batchnorm`.
 
         With `momentum`, the caller has counted the batch already.
@@ -270,7 +272,7 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """
 
     converted_from = nn.BatchNorm1d
-    _usual = 2, 3
+    _fast_path_ndims = 2, 3
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
@@ -286,7 +288,7 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """
 
     converted_from = nn.BatchNorm2d
-    _usual = (4,)
+    _fast_path_ndims = (4,)
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
@@ -302,4 +304,4 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """
 
     converted_from = nn.BatchNorm3d
-    _usual = (5,)
+    _fast_path_ndims = (5,)

@@ -76,26 +76,28 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             # Not of group and instance norms, whose samples have statistics of their own.
             is_batch_norm = issubclass(layer.Options, LayerOptions)
             running = running_stats_of(bn, convention) if is_batch_norm else None
-            if isinstance(running, Running):  # neither None nor the pool of another step
+            if isinstance(running, Running):  # neither None nor the accumulator of another step
                 # Decide here, because compiled code cannot: MPS has no float64.
                 wide = None if running.mean.device.type == "mps" else torch.float64
-                bn.pool = StepAccumulator(torch.zeros_like(running.mean, dtype=wide))
-                entered.append((layer, bn, bn.pool, convention))
+                bn.step_accumulator = StepAccumulator(torch.zeros_like(running.mean, dtype=wide))
+                entered.append((layer, bn, bn.step_accumulator, convention))
     try:
         yield
     finally:
-        for _, bn, pool, _ in entered:
-            if getattr(bn, "pool", None) is pool:  # a layer that was reverted has none
-                bn.pool = None
-    for layer, bn, pool, convention in entered:
+        for _, bn, step_accumulator, _ in entered:
+            if (
+                getattr(bn, "step_accumulator", None) is step_accumulator
+            ):  # a layer that was reverted has none
+                bn.step_accumulator = None
+    for layer, bn, step_accumulator, convention in entered:
         # Look up the buffers again: `layer.double()` may have replaced them.
         running = running_stats_of(bn, convention)
         if not isinstance(running, Running):
             continue
-        if pool.momentum is not None:
-            running = running._replace(momentum=pool.momentum)
+        if step_accumulator.momentum is not None:
+            running = running._replace(momentum=step_accumulator.momentum)
         with disable_dispatch_modes_in_recompute():
-            batch, local_count = pool.compute()
+            batch, local_count = step_accumulator.compute()
             torch.ops.multibn.update_running(*running, *batch[:3], local_count)
             if bn is getattr(layer, "split_bn", None):
                 layer.aggregate_stats(batch.count)

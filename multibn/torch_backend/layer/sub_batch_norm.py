@@ -29,27 +29,27 @@ from multibn.torch_backend.layer.modules import call_node
 _STATISTICS = ("running_mean", "running_var")
 
 
-class Part(_BatchNorm):
+class SubBatchNormPart(_BatchNorm):
     """`bn` or `split_bn`; the parent layer calls it so that its hooks run, and computes."""
 
     def forward(self, input: Tensor, normalize: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         return super().forward(input) if normalize is None else normalize(input)
 
 
-class _BatchNorm1d(Part, nn.BatchNorm1d):
+class _BatchNorm1d(SubBatchNormPart, nn.BatchNorm1d):
     pass
 
 
-class _BatchNorm2d(Part, nn.BatchNorm2d):
+class _BatchNorm2d(SubBatchNormPart, nn.BatchNorm2d):
     pass
 
 
-class _BatchNorm3d(Part, nn.BatchNorm3d):
+class _BatchNorm3d(SubBatchNormPart, nn.BatchNorm3d):
     pass
 
 
 class _SubBatchNorm(SyncNormBase):
-    _part: type[Part]
+    _part: type[SubBatchNormPart]
 
     weight: Tensor | None
     bias: Tensor | None
@@ -86,7 +86,7 @@ class _SubBatchNorm(SyncNormBase):
             part: Any = self._part(
                 features, eps, momentum, False, track_running_stats, device=device, dtype=dtype
             )
-            part.pool = None  # as of `SyncNormBase`
+            part.step_accumulator = None  # as of `SyncNormBase`
             return part
 
         self.bn = make(num_features)
@@ -108,7 +108,9 @@ class _SubBatchNorm(SyncNormBase):
             return call_node(self, input)
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         shares = self.training and part.training
-        communicator: Communicator = self.layer_communicator if shares else self.alone(input)
+        communicator: Communicator = (
+            self.layer_communicator if shares else self.local_communicator(input)
+        )
         if shares and not torch.compiler.is_compiling():
             self.layer_communicator.look_at_options()  # some are those of a part
         try:
@@ -132,7 +134,7 @@ class _SubBatchNorm(SyncNormBase):
         channels = self._channels()
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
         args = NormArgs(x, self.weight, self.bias, 0.0, axis)  # eps is the part's
-        if isinstance(part, Part) and not has_hooks(part):
+        if isinstance(part, SubBatchNormPart) and not has_hooks(part):
             y = part(x, lambda x: self._normalize(part, args._replace(x=x), communicator))
             return y.flatten(0, 1) if self.training else y
 
@@ -142,7 +144,7 @@ class _SubBatchNorm(SyncNormBase):
             own = args._replace(x=x.unflatten(1, channels), weight=None, bias=None)
             return self._normalize(part, own, communicator).flatten(1, len(channels))
 
-        options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
+        options = {"normalize": normalize_flat} if isinstance(part, SubBatchNormPart) else {}
         y = z = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
         for p, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
             z = z if p is None else apply(z, p.view(-1, *[1] * (z.ndim - 2)))

@@ -23,7 +23,7 @@ from multibn.torch_backend.layer import autograd, data_parallel
 def mask_of(
     x: Any, mask: Any, lengths: Any, num_channels: int | None, communicator: Communicator
 ) -> Tensor | None:
-    """The engine's mask for `x`, see `masks.checked`. Collective if it raises."""
+    """The engine's mask for `x`, see `masks.as_mask`. Collective if it raises."""
     if mask is None and lengths is None:
         return None
     if torch.compiler.is_compiling():
@@ -35,7 +35,7 @@ def mask_of(
         for name, v in (("`mask`", mask), ("`lengths`", lengths)):
             check_no_tensor_subclass(name, v)
             check_dense(name, v)
-        return masks.checked(x, mask, lengths, axis=non_channel_axes(x))
+        return masks.as_mask(x, mask, lengths, axis=non_channel_axes(x))
     except (TypeError, ValueError) as error:
         raise_on_all_ranks(error, x, num_channels, communicator)
 

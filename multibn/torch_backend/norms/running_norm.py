@@ -62,7 +62,7 @@ class RunningNorm(nn.Module):
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Look at observations `(*batch, *shape)`, those where `mask`, `(*batch)`, is True."""
         x = self._wide(x).reshape(-1, *self.shape)
-        where = None if mask is None else masks.checked(x, mask.reshape(-1), None, axis=(0,))
+        where = None if mask is None else masks.as_mask(x, mask.reshape(-1), None, axis=(0,))
         args = NormArgs(x, None, None, 0.0, (0,), mask=where)
         _, count = masks.weigh(args, "element")
         if not self.frozen:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from multibn.torch_backend.reversible.half_block import Half
+from multibn.torch_backend.reversible.half_block import ResidualBranch
 
 _REASON = (
     "reversible blocks cannot be part of a compiled graph. Compile without fullgraph=True, compile "
@@ -19,30 +19,32 @@ _REASON = (
 
 
 @torch.compiler.disable(reason=_REASON)
-def run_recomputed(halves: Iterable[Half], streams: list[Tensor], cond: Sequence[Any]) -> None:
+def run_recomputed(
+    halves: Iterable[ResidualBranch], streams: list[Tensor], cond: Sequence[Any]
+) -> None:
     """Run `halves` on `streams`, in place, and store the streams at the end only.
 
     torch.compile must not look inside: a graph for each half and each pass would take minutes.
     """
     run = Run()
     for half in halves:
-        here, there = streams[half.into], streams[1 - half.into]
+        here, there = streams[half.target], streams[1 - half.target]
         y = _Couple.apply(run, half, here, there, *cond, *half.parameters)
         if y.requires_grad and run.first is None:
             run.first = len(run.halves) - 1
-        streams[half.into] = y
-    streams[:] = _Anchor.apply(run, *streams, *cond)
+        streams[half.target] = y
+    streams[:] = _SaveStreams.apply(run, *streams, *cond)
 
 
 class Run:
     """One call of `run_recomputed`: its halves, and in the backward pass the present streams.
 
-    Between forward and backward only `_Anchor` holds streams and the tensors of `cond`, by
+    Between forward and backward only `_SaveStreams` holds streams and the tensors of `cond`, by
     save_for_backward: autograd checks and frees them.
     """
 
     def __init__(self) -> None:
-        self.halves: list[Half] = []
+        self.halves: list[ResidualBranch] = []
         self.first: int | None = None  # index of the first half that gets a gradient
         self.restore([], [])
 
@@ -57,11 +59,11 @@ class Run:
         """
         while self._position > index + 1:
             half = self.halves[self._position - 1]
-            here, there = self.streams[half.into], self.streams[1 - half.into]
+            here, there = self.streams[half.target], self.streams[1 - half.target]
             with torch.no_grad(), half.replaying():
                 self._undo(half, half(here, there, self.cond))
         half = self.halves[index]
-        here, there = self.streams[half.into], self.streams[1 - half.into]
+        here, there = self.streams[half.target], self.streams[1 - half.target]
         # Aliases of the parameters: the user's hooks on the parameters would run here, and a second
         # time when autograd has summed the gradients.
         inputs = [
@@ -81,8 +83,8 @@ class Run:
         grads = iter(torch.autograd.grad(ends, wanted, dy, allow_unused=True) if wanted else ())
         return [next(grads, None) if need else None for need in needed]
 
-    def _undo(self, half: Half, added: Tensor) -> None:
-        self.streams[half.into] = self.streams[half.into] - added
+    def _undo(self, half: ResidualBranch, added: Tensor) -> None:
+        self.streams[half.target] = self.streams[half.target] - added
         self._position -= 1
 
 
@@ -91,7 +93,7 @@ class _Couple(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, half: Half, here: Tensor, there: Tensor, *others: Any
+        ctx: Any, run: Run, half: ResidualBranch, here: Tensor, there: Tensor, *others: Any
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.run, ctx.index = run, len(run.halves)
@@ -119,7 +121,7 @@ class _Couple(torch.autograd.Function):
         return None, None, dy, *gradients
 
 
-class _Anchor(torch.autograd.Function):
+class _SaveStreams(torch.autograd.Function):
     """Identity that saves the streams."""
 
     @staticmethod
@@ -140,7 +142,7 @@ class _Anchor(torch.autograd.Function):
         return None, *grad_outputs, *[None] * len(cond)
 
 
-def _refuse_foreign(half: Half, added: Tensor, inputs: Sequence[Any]) -> None:
+def _refuse_foreign(half: ResidualBranch, added: Tensor, inputs: Sequence[Any]) -> None:
     """Raise if `added` depends on leaves other than `inputs`, whose gradients would be lost."""
     own = {id(t) for t in inputs}
     seen: set[Any] = set()

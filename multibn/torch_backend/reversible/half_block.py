@@ -17,16 +17,16 @@ from multibn.torch_backend.train.checkpointing import checkpoint_contexts
 _NORMS = (_NormBase, SyncNormBase)
 
 
-def kind_of(x: Any) -> Any:
+def dtype_or_type_name(x: Any) -> Any:
     """The dtype of a tensor, or the type of anything else, for people."""
     return x.dtype if isinstance(x, Tensor) else type(x).__qualname__
 
 
-class Half:
+class ResidualBranch:
     """F or G of one block in one call.
 
-    `into` is the index of the stream that is added to, `seen` the dtype of the module's input, and
-    `scale` multiplies each sample's result (stochastic depth).
+    `target` is the index of the stream that is added to, `input_dtype` the dtype of the module's
+    input; `scale` multiplies each sample's result (stochastic depth).
 
     For a half that runs again, enter `recording` around the first pass, and `replaying` around each
     later one: random numbers, autocast, training flags and batch statistics are then those of the
@@ -34,10 +34,15 @@ class Half:
     """
 
     def __init__(
-        self, block: int, into: int, module: nn.Module, seen: torch.dtype, scale: Tensor | None
+        self,
+        block: int,
+        target: int,
+        module: nn.Module,
+        input_dtype: torch.dtype,
+        scale: Tensor | None,
     ) -> None:
-        self.block, self.into, self.module = block, into, module
-        self.seen, self.scale = seen, scale
+        self.block, self.target, self.module = block, target, module
+        self.input_dtype, self.scale = input_dtype, scale
 
     @cached_property
     def _parts(self) -> list[nn.Module]:
@@ -58,19 +63,20 @@ class Half:
         ]
 
     def __str__(self) -> str:
-        return f"{'FG'[self.into]} of block {self.block}"
+        return f"{'FG'[self.target]} of block {self.block}"
 
     def __call__(self, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
         """Return what is added to stream `here`, computed from stream `there`."""
-        added: Any = self.module(there.to(self.seen), *cond)
+        added: Any = self.module(there.to(self.input_dtype), *cond)
         if not (isinstance(added, Tensor) and added.is_floating_point()):
             raise TypeError(
-                f"{self} must return a floating-point tensor, which stream {self.into + 1} adds: "
-                f"got {kind_of(added)}. Give the block a module that returns this tensor alone."
+                f"{self} must return a floating-point tensor, which stream {self.target + 1} adds: "
+                f"got {dtype_or_type_name(added)}. "
+                "Give the block a module that returns this tensor alone."
             )
         if added.shape != here.shape:
             raise ValueError(
-                f"{self} must return the shape of stream {self.into + 1}, {tuple(here.shape)}: "
+                f"{self} must return the shape of stream {self.target + 1}, {tuple(here.shape)}: "
                 f"got {tuple(added.shape)}."
             )
         added = added.to(here.dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multibn._typing import check_bool, check_choice, check_number
-from multibn.torch_backend.reversible.half_block import Half, kind_of
+from multibn.torch_backend.reversible.half_block import ResidualBranch, dtype_or_type_name
 
 Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 Block: TypeAlias = tuple[nn.Module, nn.Module]
@@ -133,8 +133,8 @@ class ReversibleSequence(nn.Module):
     def _run(self, which: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
         """Run only some of the layers."""
         check_choice("mode", self.mode, Mode)
-        streams, seen = _streams(x1, x2, self.stream_dtype)
-        halves = self._halves(which, streams, seen)
+        streams, input_dtype = _streams(x1, x2, self.stream_dtype)
+        halves = self._halves(which, streams, input_dtype)
         if self._recomputes(which):
             # Here, because its import takes seconds.
             from multibn.torch_backend.reversible.coupling import run_recomputed
@@ -142,9 +142,9 @@ class ReversibleSequence(nn.Module):
             run_recomputed(halves, streams, cond)
         else:
             for half in halves:
-                here, there = streams[half.into], streams[1 - half.into]
-                streams[half.into] = here + half(here, there, cond)
-        return streams[0].to(seen), streams[1].to(seen)
+                here, there = streams[half.target], streams[1 - half.target]
+                streams[half.target] = here + half(here, there, cond)
+        return streams[0].to(input_dtype), streams[1].to(input_dtype)
 
     def _recomputes(self, which: range) -> bool:
         if self.mode == "stored" or not torch.is_grad_enabled():
@@ -156,16 +156,18 @@ class ReversibleSequence(nn.Module):
         modules = (getattr(self.layers[index], name) for index in which for name in "FG")
         return self.mode == "reversible" or any(module.training for module in modules)
 
-    def _halves(self, which: range, streams: Sequence[Tensor], seen: torch.dtype) -> Iterator[Half]:
+    def _halves(
+        self, which: range, streams: Sequence[Tensor], input_dtype: torch.dtype
+    ) -> Iterator[ResidualBranch]:
         """F and G of each block; each draws its dropped samples when the iteration reaches it."""
         for index in which:
             scale = None
-            for into, name in enumerate("FG"):
+            for target, name in enumerate("FG"):
                 module: nn.Module = getattr(self.layers[index], name)
-                if not (self.tied_drop_path and into == 1):
+                if not (self.tied_drop_path and target == 1):
                     rate = self.drop_path[index] if module.training else 0.0
-                    scale = drop_scale(streams[into], rate)
-                yield Half(index, into, module, seen, scale)
+                    scale = drop_scale(streams[target], rate)
+                yield ResidualBranch(index, target, module, input_dtype, scale)
 
     def extra_repr(self) -> str:
         return f"mode={self.mode!r}, drop_path={self.drop_path}"
@@ -176,18 +178,19 @@ def _streams(
 ) -> tuple[list[Tensor], torch.dtype]:
     """The streams in the dtype of their sums, and the dtype of the modules' inputs."""
     are_tensors = isinstance(x1, Tensor) and isinstance(x2, Tensor)
-    seen = torch.promote_types(x1.dtype, x2.dtype) if are_tensors else torch.bool
-    if not seen.is_floating_point:
+    input_dtype = torch.promote_types(x1.dtype, x2.dtype) if are_tensors else torch.bool
+    if not input_dtype.is_floating_point:
         raise TypeError(
-            f"the streams must be floating-point tensors: got {kind_of(x1)}, {kind_of(x2)}."
+            "the streams must be floating-point tensors: "
+            f"got {dtype_or_type_name(x1)}, {dtype_or_type_name(x2)}."
         )
     kind = x1.device.type  # is_autocast_enabled raises for "meta"
     if kind != "meta" and torch.is_autocast_enabled(kind):
-        seen = torch.promote_types(seen, torch.float32)
+        input_dtype = torch.promote_types(input_dtype, torch.float32)
         # A float32 stream may be recomputed with another last bit, which can flip a rounding to
         # bfloat16: in a chain of many blocks, some flip. MPS has no float64.
-        stream_dtype = stream_dtype or (seen if kind == "mps" else torch.float64)
-    return [x.to(stream_dtype or seen) for x in (x1, x2)], seen
+        stream_dtype = stream_dtype or (input_dtype if kind == "mps" else torch.float64)
+    return [x.to(stream_dtype or input_dtype) for x in (x1, x2)], input_dtype
 
 
 def drop_scale(stream: Tensor, rate: float) -> Tensor | None:

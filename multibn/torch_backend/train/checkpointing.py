@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from multibn.engine import recompute
 from multibn.torch_backend.layer.autograd import disable_dispatch_modes_in_recompute
 from multibn.torch_backend.layer.base import running_tensors
-from multibn.torch_backend.layer.sub_batch_norm import Part
+from multibn.torch_backend.layer.sub_batch_norm import SubBatchNormPart
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -68,8 +68,9 @@ class _Recomputation:
         self._replay.__exit__(*exception)  # may raise
 
     def _copy_buffers(self, module: nn.Module, _: Any) -> None:
-        # A Part's layer has a tape. Compiled code cannot ask for the thread, and runs in its own.
-        if isinstance(module, Part) or not isinstance(module, _NormBase):
+        # The layer of a SubBatchNormPart has a tape. Compiled code cannot ask for the thread, and
+        # runs in its own.
+        if isinstance(module, SubBatchNormPart) or not isinstance(module, _NormBase):
             return
         if torch.compiler.is_compiling() or threading.get_ident() == self._thread:
             with disable_dispatch_modes_in_recompute():

@@ -28,7 +28,7 @@ class Joined:
     ----------
     communicator
         The ranks that proceed together.
-    absent
+    exhausted
         True if the last batch was an empty placeholder because this rank has no batch left.
     """
 
@@ -36,7 +36,7 @@ class Joined:
         self, communicator: Communicator, empty: Callable[[Any], Any] | None = None
     ) -> None:
         self.communicator = communicator
-        self.absent = False
+        self.exhausted = False
         self._empty = empty
         self._steps: Lockstep | None = None
 
@@ -45,7 +45,7 @@ class Joined:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:  # after an exception the other ranks may be in another collective
-            self.leave()
+            self.close()
 
     def __call__(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield this rank's batches, then empty placeholder batches until every rank is done.
@@ -68,12 +68,12 @@ class Joined:
             On the other ranks, if one rank's iterator raised; on all ranks, if some left the loop
             while others had batches, or if the loop goes on after another one has begun.
         """
-        self.leave()
+        self.close()
         stand_in: list[Any] = []  # empty until the first batch
 
         def note(batch: Any) -> int:  # called by Lockstep, which tells the other ranks of an error
             if not stand_in:
-                stand_in.append((self._empty or _empty)(batch))
+                stand_in.append((self._empty or _make_empty_batch)(batch))
             return 0
 
         steps = self._steps = Lockstep(
@@ -86,8 +86,8 @@ class Joined:
         )
         try:
             for step in steps:
-                self.absent = step.batch is END
-                yield _copied(stand_in[0]) if self.absent else step.batch
+                self.exhausted = step.batch is END
+                yield _copied(stand_in[0]) if self.exhausted else step.batch
                 if self._steps is not steps:
                     raise RuntimeError(
                         "this join() loop was resumed after another one had started or its `with` "
@@ -95,11 +95,11 @@ class Joined:
                     )
         finally:  # also of a loop that was left by `break`
             if self._steps is steps:
-                self.absent = False
+                self.exhausted = False
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Finish a loop exited with `break`; fine if all ranks break in the same step."""
-        self.absent = False
+        self.exhausted = False
         if self._steps is not None:
             self._steps.leave()
             self._steps = None
@@ -140,7 +140,7 @@ class Joined:
                 "`losses` must have a number for each sample: got shape (), which is reduced "
                 'already. Pass reduction="none" to the loss function.'
             )
-        is_stand_in = self.absent and self._empty is not None  # the default has no elements
+        is_stand_in = self.exhausted and self._empty is not None  # the default has no elements
         count = 0 if is_stand_in else losses.numel()
         counts = np.array([count], dtype=np.float64)
         total = allreduce_at(self.communicator, counts, "the mean of join's losses")
@@ -211,7 +211,7 @@ def join(
     return Joined(participants(model, process_group), empty)
 
 
-def _empty(batch: Any) -> Any:
+def _make_empty_batch(batch: Any) -> Any:
     def empty(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             part = leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf

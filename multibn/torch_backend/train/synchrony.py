@@ -113,7 +113,7 @@ def check_sync(
 
 
 def _dense_on_host(t: Tensor) -> Any:
-    if dtensors.among([t]):
+    if dtensors.contains_dtensor([t]):
         raise TypeError(
             "it is sharded over the ranks. If all parameters are sharded (FSDP2), pass "
             "`ignore=dict(model.named_parameters())` to compare the buffers alone."
@@ -267,7 +267,7 @@ def average_gradients(
             "`parameters` must have a parameter left: got an exhausted iterator. Pass the model "
             "or a list."
         )
-    if dtensors.among(parameters):
+    if dtensors.contains_dtensor(parameters):
         raise TypeError(
             "`parameters` must not be sharded: got a DTensor. FSDP averages gradients by itself: "
             "remove this call."

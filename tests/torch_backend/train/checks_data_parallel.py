@@ -66,8 +66,8 @@ def _broadcast(ddp: Any) -> set[str]:
 
 def _meetings(ddp: Any) -> CountingCommunicator:
     """Counts the messages before forward passes from now on."""
-    counting = CountingCommunicator(data_parallel._meetings[ddp])
-    data_parallel._meetings[ddp] = counting
+    counting = CountingCommunicator(data_parallel._ddp_communicators[ddp])
+    data_parallel._ddp_communicators[ddp] = counting
     return counting
 
 
@@ -213,7 +213,7 @@ def check_compiled_models_of_several_buckets_train(world: Communicator) -> None:
 def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
     """One without the private parts that this takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel, "_PARTS", ("no_such_part",))
+        patch.setattr(data_parallel, "_PRIVATE_DDP_ATTRIBUTES", ("no_such_part",))
         ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
         _train(ddp, world)
     assert len(_broadcast(ddp)) == 6

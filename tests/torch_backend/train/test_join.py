@@ -72,7 +72,7 @@ def test_the_mean_leaves_stand_ins_out() -> None:
         counting = CountingCommunicator(world)
         joined = Joined(counting, lambda batch: batch)
         found = [
-            (joined.absent, float(joined.mean(torch.ones(len(batch), dtype=torch.float64))))
+            (joined.exhausted, float(joined.mean(torch.ones(len(batch), dtype=torch.float64))))
             for batch in joined([[1, 2], [3]][world.rank :])
         ]
         assert counting.take() == [3, 1, 3, 1, 3]  # a step and its mean, and the end
@@ -224,7 +224,7 @@ def _nested(joined: Joined, data: Any) -> int:
 
 def _left_inside(joined: Joined, data: Any) -> None:
     for _ in joined(data):
-        joined.leave()
+        joined.close()
 
 
 @pytest.mark.parametrize("go", [_zipped, _nested, _left_inside])
