@@ -1,4 +1,4 @@
-"""Questions about arrays, answered faster than by array_api_compat; and arrays in host memory."""
+"""Array queries, faster than array_api_compat's, and conversion to and from host memory."""
 
 import sys
 import warnings
@@ -33,10 +33,11 @@ def array_namespace(x: Array, /) -> Any:
         return sys.modules.get("array_api_compat.torch") or array_api_compat.array_namespace(x)
     namespace = _namespaces.get(type(x))
     if namespace is None:
-        if isinstance(x, np.ma.MaskedArray | np.matrix):  # whose arithmetic is another
+        if isinstance(x, np.ma.MaskedArray | np.matrix):  # with different arithmetic
             raise TypeError(
                 f"the input must be a plain array: got {type(x).__qualname__}. Pass "
-                "numpy.array(x), and by `mask=` which elements of a masked array count."
+                "numpy.array(x) and, for a masked array, mask=~numpy.ma.getmaskarray(x), without "
+                "the channel axis."
             )
         namespace = array_api_compat.array_namespace(x)
         _check_float64(namespace, type(x))
@@ -51,7 +52,7 @@ def _check_float64(xp: Any, kind: type) -> None:
         given = xp.zeros(1, dtype=xp.float64).dtype if hasattr(xp, "float64") else None
     if given is None or given != xp.float64:
         raise TypeError(
-            "the input must be of a library that gives float64 where float64 is asked for: "
+            "the array library of the input must support float64: "
             f"{kind.__module__}.{kind.__qualname__} gives {given}. With JAX, set jax_enable_x64 "
             "first. NumPy, torch, CuPy and array-api-strict are tested."
         )
@@ -82,7 +83,7 @@ def is_on_host(x: Array, /) -> bool:
 
 
 def is_traced(x: Array, /) -> bool:
-    """Whether torch writes down the operations on `x`, as torch.func.linearize makes it do."""
+    """Whether torch is tracing the operations on `x` (make_fx, torch.func.linearize)."""
     if not is_torch_tensor(x):
         return False
     C = sys.modules["torch"]._C
@@ -90,7 +91,7 @@ def is_traced(x: Array, /) -> bool:
 
 
 def is_abstract(x: Array, /) -> bool:
-    """Whether `x` is a tensor of torch without numbers, which stands for others like it."""
+    """Whether `x` is a torch tensor without data: on the meta device, or fake."""
     if not is_torch_tensor(x):
         return False
     subclasses = sys.modules["torch"]._subclasses
@@ -99,7 +100,7 @@ def is_abstract(x: Array, /) -> bool:
 
 
 def values(x: Array, /) -> Array:
-    """The numbers in `x`, which torch.func may have wrapped; a batch of vmap is one more axis."""
+    """`x` without the wrappers of torch.func; a dimension of vmap becomes one more axis."""
     if is_torch_tensor(x):
         functorch = sys.modules["torch"]._C._functorch
         while functorch.is_functorch_wrapped_tensor(x):

@@ -21,7 +21,7 @@ def this_machine() -> str:
 
 @cache
 def pid_space() -> str:
-    """Equal for processes that know each other by their pids: containers have pids of their own."""
+    """An identifier of the pid namespace: where it is equal, pids can be compared."""
     try:
         return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -31,7 +31,7 @@ def pid_space() -> str:
 def process_state(pid: int) -> str:
     """The letter that Linux has for the state of a process of this machine; "" if it has ended.
 
-    "?" where the system has no /proc, so that nobody is taken for lost there.
+    "?" on a system without /proc, where no process is reported as lost.
     """
     try:
         # pid (name) state: the name may hold anything, brackets too.
@@ -60,11 +60,11 @@ def importable(name: str) -> bool:
 
 
 def how_to_build_core() -> str:
-    """The cure where the parts are missing that a C compiler makes."""
+    """What to do if the compiled extensions are missing."""
     here = Path(__file__).parent
     folders = [Path(str(d.locate_file(here.name))) for d in metadata.distributions(name=here.name)]
     if hidden := [each for each in folders if each.exists() and not each.samefile(here)]:
-        return f"The sources in {here} hide {hidden[0]}, which is installed: run in another folder"
+        return f"The source tree {here} shadows the package in {hidden[0]}: run in another folder"
     return "Install a C compiler (gcc or clang) and Python's headers, then install multibn again"
 
 

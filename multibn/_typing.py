@@ -88,8 +88,8 @@ def check_residual(residual: Any, x: Array, kinds: Any, words: str) -> None:
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
-            f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}. Masks and lengths go by "
-            "name: `mask=`, `lengths=`."
+            f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}. Pass masks and "
+            "lengths by keyword: `mask=`, `lengths=`."
         )
 
 

@@ -31,7 +31,7 @@ class NormOptions:
 
     @classmethod
     def of(cls, *layers: Any) -> Any:
-        """The options of a layer, whose attributes may have been set since, and of its parts."""
+        """Read the options from the current attributes of a layer and of its parts."""
         found: dict[str, Any] = {}
         for option, default in ((field.name, field.default) for field in fields(cls)):
             name = cls.attributes.get(option, option)
@@ -48,6 +48,6 @@ class NormOptions:
         check_bool(fuse_relu=self.fuse_relu)
 
     def repr_of_changes(self, said: str = "") -> str:
-        """The options that are not the defaults, for a repr that has `said` others already."""
+        """The options that are not the defaults, as text for a repr without those in `said`."""
         mine = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
         return "".join(f", {k}={v!r}" for k, v in mine.items() if f"{k}=" not in said)

@@ -1,4 +1,4 @@
-"""The engine: moments of a batch, merged over ranks; one message each way; what is kept.
+"""The engine: moments of a batch, merged over ranks by one allreduce, and running statistics.
 
 Imports kernels and communicators, and no framework.
 """

@@ -1,9 +1,19 @@
-"""A training step of layers: a plan that is prepared once, and two passes that run it.
+"""A layer's training step: a `Plan`, made once for each kind of input, and its two passes.
 
-The functions of `engine.statistics` are for people; the layers of both frameworks run here, by the
-verbs of `multibn.kernels`. A `Plan` is made for inputs of one kind (FFTW's and cuDNN's word): all
-questions about the array, the options and the ranks are asked when it is made. A layer keeps its
-plans, and asks only whether it has one for the input at hand.
+    Plan.forward                                            shapes
+        verbs.begin_forward     moments of this rank's x    2C+2: weight * mean, weight * meansqr,
+                                                                  weight, count
+        messages.allreduce      after a head of 2 numbers   2C+4 float64 numbers, summed over ranks
+        verbs.finish_forward    y, running statistics       x's shape; (C,)
+    Plan.backward
+        verbs.begin_backward    this rank's sums            2C: sum_dy, sum_dy_xhat
+        messages.allreduce      after a head of 2 numbers   2C+2 float64 numbers, summed over ranks
+        verbs.finish_backward   dx                          x's shape
+
+The verbs are those of `multibn.kernels`; `wire` describes the messages. As in FFTW and cuDNN, a
+plan holds for one shape, dtype and set of options: what follows from these is computed when the
+plan is made, and a layer only looks up the plan for its input. `engine.statistics` has the same
+steps as functions of arrays, for use without layers.
 """
 
 from functools import partial
@@ -25,7 +35,7 @@ from multibn.kernels import NormArgs as NormArgs
 from multibn.kernels.layout import sizes
 from multibn.kernels.spec import CANCELLED, OK, PackedStatistics, unpack
 
-# Of x; of the residual, or None, see `reference.residual_gradient`; of weight and bias.
+# Those of x, residual, weight and bias; None if absent, see `reference.residual_gradient`.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
 
 # The arrays of an input that a framework may differentiate, in the order of its nodes.
@@ -50,9 +60,9 @@ class Plan:
     phase
         The name of the forward message.
     needs_gradient, finetune
-        Whether `backward` may follow, and Chainer's word; both are compared over the ranks.
+        Whether `backward` may follow, and Chainer's `finetune`: each must be equal on all ranks.
     copied
-        Whether messages of a GPU stand in memory of which nothing may be kept, a CUDA graph's.
+        Whether a GPU's messages are in a CUDA graph's memory, to which no reference may be kept.
 
     The first pass of each kind finds out what goes with its messages, which is collective for a
     layer that has sent none: one allreduce of a fixed size.
@@ -86,7 +96,7 @@ class Plan:
         self._prepared: Any = None
 
     def prepare_launches(self) -> None:
-        """Let later steps run the launches of a next one, on a GPU: the plan is kept for them."""
+        """Record the kernel launches of the next step on a GPU, for later steps to repeat."""
         prepare = getattr(self._verbs, "PreparedStep", None)
         if prepare is not None and self._is_usual and self._count > 1:
             self._prepared = prepare()
@@ -150,7 +160,7 @@ class Plan:
     def _finish_otherwise(
         self, state: int, args: NormArgs, found: tuple[Any, BatchStatistics, Any], during: Any
     ) -> tuple[Any, BatchStatistics]:
-        """Finish a pass whose sum is not the batch's, as all ranks do: they see the same sum."""
+        """Finish a pass that is invalid, not finite or cancelled; all ranks see the same state."""
         summed, batch, count = found
         if state == CANCELLED and self._phase == "about the mean":
             return args.x, batch  # of the output there is no need, and of ever smaller means no end
@@ -175,9 +185,9 @@ class Plan:
         if is_on_host(batch.count) and batch.count == 0 and bool((values(summed[-2]) > 0).any()):
             rank, size = self.communicator.rank, self.communicator.size
             raise ValueError(
-                "`mask` or `lengths` must leave an element of the batch: got none over "
-                f"{size} rank(s) together in {name_of(self.communicator)}, with an input of shape "
-                f"{tuple(args.x.shape)} on rank {rank}."
+                f"`mask` or `lengths` excludes every element of the batch on all {size} rank(s) in "
+                f"{name_of(self.communicator)}, with an input of shape {tuple(args.x.shape)} on "
+                f"rank {rank}. Keep at least one element on one of the ranks."
             )
 
     def backward(self, g: Gradient, /, *, means: bool = False, by_verbs: bool = False) -> Gradients:

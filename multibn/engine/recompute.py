@@ -109,7 +109,7 @@ class replaying(StatisticsTape):  # noqa: N801
 
 
 def is_recording() -> bool:
-    """Whether this pass will run again for its gradients, although it runs without any."""
+    """Whether this pass, which runs without gradients, will be recomputed in backward."""
     return any(isinstance(entered, recording) for entered in state.stack)
 
 

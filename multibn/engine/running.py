@@ -179,8 +179,8 @@ class StepAccumulator:
 
     Each batch counts by its elements over all ranks. As its statistics are the same on all ranks,
     the pool needs no message. A batch that is skipped makes the count of all 0. `like` is any
-    per-channel array. A copy or a pickle of a pool is None: a copy of a layer has no part in the
-    step of the layer.
+    per-channel array. Copies and pickles are None: a copied layer takes no part in the original's
+    step.
     """
 
     # The buffers that the step moves at its end, or by how much, where the last call decides.

@@ -76,8 +76,8 @@ def local_moments(
     """Moments of an activation over `axis`, by default all axes but 1; zero for an empty batch.
 
     16-bit input is computed in float32. Raises TypeError unless `x` is real and floating-point.
-    With a `mask`, booleans of the shape of `x` but for the channel axes, which have size 1, only
-    the elements where the mask is True count, and `count` is an array if these are on a GPU.
+    `mask` is a boolean array of the shape of `x` with channel axes of size 1: elements where it is
+    False are left out, and `count` is an array if the mask is on a GPU.
 
     Examples
     --------
@@ -178,8 +178,8 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
     raise OneValueError(
         "batch statistics need more than 1 value per channel over all ranks: got 1 on "
         f"{communicator.size} rank(s) in {nonfinite.name_of(communicator)}, with an input of shape "
-        f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last one "
-        "(drop_last=True), or evaluate with running statistics."
+        f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, leave out the last "
+        "one (drop_last=True), or evaluate with running statistics."
     )
 
 
@@ -188,9 +188,9 @@ def refuse(
 ) -> None:
     """Join the other ranks' `aggregate` with a rejection, so that they learn that this rank cannot.
 
-    For a rank that finds its input to be invalid, before it raises its own `error`, which becomes a
-    line on stderr: without it the other ranks would wait for this one. Arrays are made beside
-    `like`. Collective: matches one `aggregate` of `num_channels` channels on the other ranks.
+    Call it when this rank's input is invalid, before raising `error`, which is logged on stderr;
+    otherwise the other ranks would hang. Arrays are created on the device of `like`. Collective:
+    matches one `aggregate` of `num_channels` channels on the other ranks.
     """
     if communicator.size == 1:
         return

@@ -146,7 +146,7 @@ def run(
         return batch
     if state == _NO_ELEMENT:
         raise ValueError(
-            f"`mask` or `lengths` must leave an element of the batch: got none of {x.shape}."
+            f"`mask` or `lengths` excludes every element of an input of shape {x.shape}."
         )
     if state == NOT_FINITE and x.dtype != jnp.float16:
         raise FloatingPointError(

@@ -1,14 +1,14 @@
 """Arithmetic on activations and per-channel arrays: one file per kind of array.
 
-A kernels file has the four verbs of a pass, two halves each way with the message between:
-`begin_forward` and `finish_forward`, `begin_backward` and `finish_backward`; and `normalize`, the
-pass by known statistics. `spec` has the verbs' arguments. `reference`, with `steps`, says what each
-verb computes, and works for every library of the array API standard. `cpu` (NumPy arrays and torch
-tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute
-the same faster, if their compiler is installed and they know all fields of the arguments, and pass
-all else on to `reference`. A file's `finish_backward` takes as its last argument the value that the
-same file's `begin_backward` returns beside the payload and the gradients of the parameters. No file
-here knows of processes.
+Each kernels file has five functions, the verbs: `begin_forward` and `begin_backward` before the
+allreduce, `finish_forward` and `finish_backward` after it, and `normalize`, with known statistics.
+`spec` has the verbs' arguments. `reference`, with `steps`, says what each verb computes, and works
+for every library of the array API standard. `cpu` (NumPy arrays and torch tensors in host memory),
+`cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute the same faster, if
+their compiler is installed, and fall back to `reference` for arrays and options that they do not
+support. A file's `finish_backward` takes as its last argument the value that the same file's
+`begin_backward` returns beside the payload and the gradients of the parameters. No file here knows
+of processes.
 """
 
 import importlib

@@ -209,9 +209,9 @@ def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = Fa
 
 
 def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:
-    """`a` with copies of arrays not in the memory order of `x`; what `function` returns for these.
+    """Call `function` with arrays copied to the memory layout of `x`; return these and the result.
 
-    No running statistics are moved.
+    Running statistics are not updated.
     """
     args = getattr(a, "input", a)
     library = _library(type(args.x))

@@ -125,7 +125,7 @@ def finish_forward(
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
-    """Do as `reference.begin_backward`; two launches, three for the sign of an output that is gone.
+    """Implement `reference.begin_backward`: two launches, or three to recompute a ReLU's sign.
 
     Also returns state for `finish_backward`.
     """
@@ -247,7 +247,7 @@ def can_update_running(running: Running, tilings: Tilings) -> bool:
 def _moved(
     running: Running | None, local_count: Any
 ) -> tuple[tuple[Any, ...], tuple[int, Any], dict[str, Any], tuple[Any, ...]]:
-    """Arrays and numbers of `steps`, constants, part of a key."""
+    """Return arrays, scalars, compile-time constants, and a part of a cache key, for `steps`."""
     constants = _NOT_MOVED
     if running is None:
         return (None, None, None), (0, 0), constants, (None,)

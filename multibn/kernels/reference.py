@@ -98,10 +98,9 @@ def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool =
 def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | None, Array | None]:
     """This rank's numbers for the backward message, and the gradients of weight and bias.
 
-    The payload has the sums over `axis` of `dy` and of `dy * xhat`, where
-    `xhat = (x - mean) / sqrt(var + eps)`. The gradients are the same numbers in memory of their own
-    and in the dtypes of `weight` and `bias`, None where a parameter is. `out` is as in
-    `begin_forward`.
+    The payload has the sums over `axis` of `dy` and of `dy * xhat`, where `xhat = (x - mean) /
+    sqrt(var + eps)`. The gradients are copies of the same numbers in the dtypes of `weight` and
+    `bias`; None for a parameter that is None. `out` is as in `begin_forward`.
     """
     g = unpacked(g)
     pre = _before_relu(g)

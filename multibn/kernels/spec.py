@@ -9,8 +9,8 @@ from multibn._typing import Array, RunningVar
 # as right, but for `ONE_VALUE` where this rank has at most one value per channel. `CANCELLED`: a
 # variance has lost its digits beside the square of the mean.
 OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED = 0, 1, 2, 3, 4
-# The least `(var + eps) / mean**2` that is not lost, of float64 inputs and of others: the rounding
-# of sums, 2**-52, then leaves 12 digits of the output, or those of float32.
+# Below this `(var + eps) / mean**2`, for float64 inputs and for others, a variance is cancelled.
+# Above it, the rounding error of sums, 2**-52, leaves 12 digits of the output, or float32's.
 MIN_RELATIVE_VARIANCE = 2.0**-13, 2.0**-27
 
 

@@ -1,4 +1,4 @@
-"""Layers of torch whose batch statistics are shared between processes, and what trains them."""
+"""Synchronized batch norm layers for PyTorch, with converters and training utilities."""
 
 from multibn.torch_backend import BatchNorm as BatchNorm
 from multibn.torch_backend import NaiveSyncBatchNorm1d as NaiveSyncBatchNorm1d

@@ -35,7 +35,7 @@ TANGENT_LEVEL = "_current_level"
 # torch.compiler's: whether torch.export runs. `is_exporting()` of torch 2.11 is true in
 # torch.compile, too.
 IS_EXPORTING = "_is_exporting_flag"
-# DistributedDataParallel's, without which it stays as it is.
+# Private attributes of DistributedDataParallel; if one is missing, DDP is not patched.
 DDP_ATTRIBUTES = "_assign_modules_buffers", "_has_rebuilt_buckets"
 # torch.distributed's, with the default process group; None where torch has no torch.distributed.
 WORLD = getattr(getattr(dist, "distributed_c10d", None), "_world", None)

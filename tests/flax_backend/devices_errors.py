@@ -138,7 +138,7 @@ def check_batches_that_are_not_finite() -> None:
 
 def check_masks_that_leave_nothing() -> None:
     bn, mask = layer(), jnp.zeros((4, 5, 1), bool)
-    with pytest.raises(ValueError, match="`mask` or `lengths` must leave an element"):
+    with pytest.raises(ValueError, match="`mask` or `lengths` excludes every element"):
         bn(X, mask=mask)
     y = nnx.jit(lambda bn, x: bn(x, mask=mask))(bn, X * jnp.nan)
     assert (y == 0).all()

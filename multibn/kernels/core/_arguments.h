@@ -155,7 +155,7 @@ static void read_statistics(Call *call, PyObject *i, PyObject *batch, int writte
     call->pass.mean = call->statistics.mean;
 }
 
-enum { KEEP_GIL_BELOW_ELEMENTS = 1 << 14 }; /* elements from which a pass lets other threads of Python run */
+enum { KEEP_GIL_BELOW_ELEMENTS = 1 << 14 }; /* a pass over as many elements releases the GIL */
 
 /* How many threads may share a pass over so many elements; -1, and an exception, if Python cannot tell. */
 static int64_t num_threads(int64_t elements)

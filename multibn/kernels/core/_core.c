@@ -1,7 +1,7 @@
 /* The compiled part of the host kernels: loops over activations, and the steps between them.
 
-Python hands over arrays, `_locate.h` finds out where they lie, and a function takes them or says
-that it cannot; Python makes the results and looks after the life of all. `reference.py` says what
+Python passes arrays, `_locate.h` gets their pointers and strides, and a function returns None for
+arrays that it does not support; Python allocates the results and owns all memory. `reference.py` says what
 each function computes; `_passes.h` has the passes, `_loops.h` their innermost loops, and `_steps.h`
 the steps between passes and messages; `_launches.h` runs a GPU's launches. The core needs GCC or Clang (vector types)
 and uses CPython's stable ABI: one build serves all versions of Python from 3.10 on.
@@ -245,7 +245,7 @@ static PyMethodDef functions[] = {
     METHOD(normalize),
     METHOD(prepare_launches),
     METHOD(run_launches),
-    {"use", py_use, METH_VARARGS, "Where the fields are in their tuples, the types of arrays, how to look at these."},
+    {"use", py_use, METH_VARARGS, "Register the fields of the named tuples, the types of arrays, and torch's functions."},
     {"use_level", py_use_level, METH_O, "Use these instructions, a place in `levels`, in all threads: for tests."},
     {NULL, NULL, 0, NULL},
 };

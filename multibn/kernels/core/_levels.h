@@ -10,9 +10,9 @@ _Static_assert(sizeof(void *) == 8, "addresses and sizes are 64-bit numbers here
 #define COLUMNS 2048   /* of a tile: the coefficients and sums of so many stay in the nearest caches */
 #define BESIDE 512     /* up to so many columns, short samples stand side by side */
 #define CHUNK 65536    /* elements in a row of a pass that goes backwards */
-#define STREAMED (2 << 20) /* bytes of a result that leave the caches: their lines are not read first */
+#define STREAMED (2 << 20) /* bytes of an output from which stores are non-temporal */
 #define FAR (8 << 20)      /* bytes of an activation that no cache holds, when sums are made */
-#define AHEAD 4096     /* bytes from a value to those that a loop asks for: a page, whose address takes time to find */
+#define AHEAD 4096     /* distance of prefetches in bytes: a page, since a TLB miss takes longest */
 #define RUN 16         /* rows of a tile summed before the sums move to float64; more where so many */
 #define LONG_RUN 64    /* sums follow that their errors average out */
 #define FEW 8          /* values whose mean is the first centre */

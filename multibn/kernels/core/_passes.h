@@ -245,7 +245,7 @@ static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
         }
     }
 #ifdef __SSE2__
-    _mm_sfence(); /* what was streamed comes before what other threads are told */
+    _mm_sfence(); /* other threads see the non-temporal stores before this thread ends */
 #endif
     free(w.memory);
     return 0;

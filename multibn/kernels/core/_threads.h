@@ -5,9 +5,9 @@ How a sum is cut into parts depends on the sizes alone, so its value does not de
 #include <pthread.h>
 
 enum {
-    SHARE = 1 << 19,     /* elements that are worth a thread */
-    SPLIT_CHANNELS_FROM_ELEMENTS = 1 << 16,  /* elements of a sample from which threads divide the channels, not the samples */
-    MOST_PARTS = 64,     /* of a sum over samples */
+    SHARE = 1 << 19, /* least elements for each thread */
+    SPLIT_CHANNELS_FROM_ELEMENTS = 1 << 16, /* of a sample: then threads divide channels, not samples */
+    MOST_PARTS = 64, /* of a sum over samples */
 };
 
 static int64_t parts_of(int64_t N, int64_t C, int64_t S)

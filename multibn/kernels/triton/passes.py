@@ -129,8 +129,8 @@ def backward_sums(
 ):  # fmt: skip
     """Each split's sums of `dy` and of `dy * (x - mean)`: `partials`, `(2, splits, channels)`.
 
-    Of a ReLU: `y` is what came out, or None and the coefficients tell the sign of the output.
-    Without a ReLU both are None. The mean is rounded to DTYPE.
+    With a ReLU, `y` is its output, or None if the sign is recomputed from the coefficients. Without
+    a ReLU both are None. The mean is rounded to DTYPE.
     """
     block, first, channel, exists = _place(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
@@ -222,7 +222,7 @@ def _tile(
     tile, block, mask, outer, width, stride, step, inner,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr,
 ):  # fmt: skip
-    """Offsets of a tile, which can be read, which count, and how many of these each channel has.
+    """Return a tile's offsets, load mask, element mask, and the number of elements per channel.
 
     Without COLUMNS and a mask, all that can be read counts if planes begin at multiples of VECTOR.
     """

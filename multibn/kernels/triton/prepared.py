@@ -1,10 +1,9 @@
 """The launches of a layer's step, prepared once and run by one call of C on each side of a message.
 
-The verbs of `cuda` find out at each step what a step like it has found out before: whether the
-kernels fit, how work is divided, what Triton has compiled. That takes most of a step's time on the
-host. A `PreparedStep` collects the launches of a first step, and runs them again with the addresses
-of later ones. What may differ between the steps of one plan is a slot, or sends the step back to
-the verbs.
+Each call of a verb of `cuda` repeats the same checks: whether the kernels fit, how work is divided,
+what Triton has compiled. That takes most of a step's time on the host. A `PreparedStep` collects
+the launches of a first step, and runs them again with the addresses of later ones. What may differ
+between the steps of one plan is a slot, or sends the step back to the verbs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -171,7 +170,7 @@ class PreparedStep:
 
 
 def _forward_facts(args: NormArgs) -> Any:
-    """The facts about an input that a plan's key lacks; None where nothing can be prepared."""
+    """What a replay depends on beyond the plan's key; None if the input is not supported."""
     x, residual, running = args.x, args.residual, args.running
     place: int = x.data_ptr()
     moved: tuple[Any, ...] = ()
@@ -204,7 +203,7 @@ def _backward_facts(g: Gradient) -> Any:
 
 
 def _is_usual(place: int, args: NormArgs) -> bool:
-    """Whether a pass is one for which the launches of others serve; `place` joins its addresses."""
+    """Whether recorded launches can be repeated; `place` is the bitwise or of all addresses."""
     weight, bias = args.weight, args.bias
     return (
         place % 16 == 0

@@ -110,7 +110,7 @@ def merge_sums(
 
 @_step
 def nonfinite_flags(numbers, found, length, SHARE: constexpr):
-    """The `_gap` of each program's share of a message."""
+    """Find NaN or a mark in each program's part of a message, see `_gap`."""
     first = tl.program_id(0) * SHARE
     tl.store(found + tl.program_id(0), _gap(numbers + first, tl.minimum(length - first, SHARE)))
 

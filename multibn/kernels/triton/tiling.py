@@ -17,11 +17,11 @@ DTYPES[torch.float64] = torch.float64
 _LANGUAGE = {torch.float32: tl.float32, torch.float64: tl.float64}
 _TILE = 2048  # elements: 16 for each thread of Triton's 4 warps
 _VECTOR = 16  # bytes that a thread reads at once
-# Programs for each multiprocessor: sums run all at a time; of the other passes, whose programs have
-# nothing in common, many, so that none waits long for the last.
+# Programs per multiprocessor. Those of a reduction run all at once; elementwise passes have many,
+# for load balance.
 _SUMS, _ELEMENTWISE = 4, 32
 _MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `passes.moments`
-_PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are written and read
+_PARTIALS = 0.1  # the most memory traffic that partial sums may add to a pass
 
 
 class Tiling(NamedTuple):

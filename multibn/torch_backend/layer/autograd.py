@@ -1,9 +1,8 @@
 """Batch normalization as an autograd node, with one message each way.
 
 For second derivatives and, in one process, for forward mode and torch.func, the forward pass is
-made of operations that torch can differentiate in any mode, again and again. The ranks share one of
-these operations, the sum of their messages; its gradient is the sum of the messages' gradients,
-which is one more message.
+composed of differentiable torch operations. The ranks share one of these operations, the sum of
+their messages; its gradient is the sum of the messages' gradients, which is one more message.
 """
 
 import sys
@@ -156,7 +155,8 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
 def disable_dispatch_modes_in_recompute() -> AbstractContextManager[Any]:
     """A context in which selective checkpointing sees no operation of a pass that may run again.
 
-    Torch's policy counts operations, and a layer has other ones in the recomputation.
+    torch matches the operations of the two passes by count, and a layer runs others when it is
+    recomputed.
     """
     if torch.compiler.is_compiling() or not recompute.state.stack or get_dispatch_mode(MAKE_FX):
         return _NOTHING
@@ -227,7 +227,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def with_kernel_layout(args: NormArgs) -> NormArgs:
     """The input with `x` copied where a GPU's kernels do not take such a layout.
 
-    Array operations, which take any, are a hundred launches.
+    `reference` supports any strides, but takes about a hundred kernel launches.
     """
     x = args.x
     if x.is_cpu or sizes_in_memory(x.shape, x.stride(), args.axis) is not None:
@@ -284,8 +284,8 @@ def differentiable_forward(
 def _forward(
     args: NormArgs, communicator: Communicator, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
-    # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
-    # the tape have no derivatives.
+    # A recomputed pass advances its tape, but computes the statistics again: the recorded ones have
+    # no graph.
     replays = recompute.replayed(channels(args.x.shape, args.axis)) is not None
     y, batch = _normalize(args, communicator, weighting, phase="forward")
     batch = BatchStatistics(*[part.detach() for part in batch])
@@ -345,11 +345,11 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _raise_if_transformed(x: Tensor, num_ranks: int) -> Tensor:
-    """`x`, unless torch hides its numbers, or those of a tangent, from the layer."""
+    """Return `x`; raise if a torch.func transform has wrapped it, or if it has a tangent."""
     if is_transformed() or get_dispatch_mode(MAKE_FX) or is_legacy_batchedtensor(x):
         raise NotImplementedError(
             "torch.func, make_fx, forward mode, `vectorize=True` in torch.autograd.functional and "
-            "`is_grads_batched=True` in torch.autograd.grad work for a layer of one process: got "
+            "`is_grads_batched=True` in torch.autograd.grad are supported only in one process: got "
             f"{num_ranks} ranks that share statistics. Call torch.autograd.grad, with "
             "create_graph=True for second derivatives, or pass process_group=SingleProcess()."
         )

@@ -59,8 +59,8 @@ def sync_batch_norm(
         differ between ranks and may be 0. The placements of a DTensor say which ranks share, see
         docs/guides/dtensors.md.
     weight, bias
-        Shape `(C,)`, or None for 1 and 0. Their gradients are this rank's sums, as with
-        torch.nn.SyncBatchNorm: DistributedDataParallel averages them like any other gradient.
+        Shape `(C,)`, or None for 1 and 0. The gradients are sums over this rank's batch, as in
+        torch.nn.SyncBatchNorm: DistributedDataParallel averages them as usual.
     process_group, eps, weighting, nonfinite
         As `SyncBatchNorm`.
     mask, lengths
@@ -88,7 +88,7 @@ def sync_batch_norm(
         per channel together, or if a mask leaves none.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
-        layers, or in different phases of one layer, or if a backward pass may follow on some only.
+        layers, or in different phases of one layer, or if only some of them need gradients.
     FloatingPointError
         On all ranks, if the moments of one rank are not finite (on a GPU a step later), unless
         such a batch is skipped, see `nonfinite`.
@@ -259,7 +259,7 @@ def normalize_with_running_stats(
     *,
     eps: float,
 ) -> Tensor:
-    """Normalize `x` by running statistics, whose axes are those of `x` from 1. Not collective.
+    """Normalize `x` with running statistics of the shape of axes 1.. of `x`. Not collective.
 
     Without them, by the statistics of this process's batch, as torch computes them.
     """
@@ -294,5 +294,5 @@ class BatchNormMode(TorchFunctionMode):
         return (self.batch_norm if func is F.batch_norm else func)(*args, **kwargs or {})
 
     def batch_norm(self, *args: Any, **options: Any) -> Any:
-        """Do what the mode is for; calls of torch's function in here go to torch."""
+        """Override this; F.batch_norm called in here is torch's own."""
         raise NotImplementedError

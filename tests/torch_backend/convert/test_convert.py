@@ -245,14 +245,14 @@ def unconvertible() -> dict[str, tuple[nn.Module, str]]:
     patched: Any = nn.SyncBatchNorm(3)
     patched.forward = patched.forward
     named: Any = nn.BatchNorm2d(3)
-    named.pool = 2
+    named.step_accumulator = 2
     private: Any = nn.BatchNorm2d(3)
     private._num_splits = 2
     return {
         "private": (private, "BatchNorm2d: it has an attribute '_num_splits', which Sync"),
         "named": (
             named,
-            "BatchNorm2d: it has an attribute 'pool', which SyncBatchNorm uses itself.",
+            "BatchNorm2d: it has an attribute 'step_accumulator', which SyncBatchNorm uses itself.",
         ),
         "parametrized": (parametrized, "ParametrizedBatchNorm2d: it is parametrized. Remove"),
         "lazy": (

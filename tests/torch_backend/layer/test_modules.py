@@ -246,7 +246,7 @@ def test_a_fused_relu_and_residual_equal_separate_ones(
     [
         (torch.zeros(4, 3, 1), ValueError, r"shape and dtype of the input, \(4, 3, 2\).*\(4, 3, 1"),
         (torch.zeros(4, 3, 2).half(), ValueError, "torch.float32: got .* torch.float16"),
-        (torch.ones(4), ValueError, "Masks and lengths go by name: `mask=`, `lengths=`"),
+        (torch.ones(4), ValueError, "Pass masks and lengths by keyword: `mask=`, `lengths=`"),
         (1.0, TypeError, "`residual` must be a torch.Tensor: got float"),
         (
             nested,
