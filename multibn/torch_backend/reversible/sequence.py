@@ -130,6 +130,24 @@ class ReversibleSequence(nn.Module):
         """
         return self._run(range(len(self.layers)), x1, x2, *cond)
 
+    def inverse(self, y1: Tensor, y2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
+        """Return the streams of which `y1` and `y2` are the outputs, up to rounding.
+
+        By ordinary autograd, in any `mode`. Call `eval()` first, except for modules that compute
+        the same in training: dropout draws new numbers, and batch norms count the batch again.
+        Raises RuntimeError if samples would be dropped (`drop_path` in training).
+        """
+        streams, seen = _streams(y1, y2, self.stream_dtype)
+        for half in [*self._halves(range(len(self.layers)), streams, seen)][::-1]:
+            if half.scale is not None:
+                raise RuntimeError(
+                    f"`inverse` needs `drop_path=0` in training: {half} drops other samples in "
+                    "each call. Call eval() first, also for the forward pass."
+                )
+            here, there = streams[half.into], streams[1 - half.into]
+            streams[half.into] = here - half(here, there, cond)
+        return streams[0].to(seen), streams[1].to(seen)
+
     def _run(self, which: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
         """Run only some of the layers."""
         check_choice("mode", self.mode, Mode)

@@ -520,6 +520,30 @@ def test_wider_streams_give_the_numbers_of_the_stored_run(
     assert error(narrow.gradients, stored.gradients) > 0
 
 
+def test_the_inverse_returns_the_inputs() -> None:
+    """Also with batch norms and conditions, unequal streams, and with a gradient."""
+    model = build("auto", lambda: mlps(own), drop_path=0.3).eval().requires_grad_(False)
+    xs = [x.detach() for x in inputs()]
+    shift = torch.randn(1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert error(model.inverse(*model(*xs, shift), shift), xs) < 1e-13
+    assert error(model.inverse(*model(*xs, shift), shift + 1), xs) > 1e-3
+    jacobian = torch.autograd.functional.jacobian(model.inverse, model(*xs))
+    forward = torch.autograd.functional.jacobian(model, tuple(xs))
+    blocks = [
+        torch.cat([torch.cat([b.reshape(xs[0].numel(), -1) for b in row], 1) for row in of])
+        for of in (jacobian, forward)
+    ]
+    torch.testing.assert_close(
+        blocks[0] @ blocks[1], torch.eye(len(blocks[0]), dtype=torch.float64), rtol=0, atol=1e-12
+    )
+
+
+def test_the_inverse_of_a_pass_that_drops_samples_is_refused() -> None:
+    model = build("auto", drop_path=0.3)
+    with pytest.raises(RuntimeError, match=r"`inverse` needs `drop_path=0` in training: G of bloc"):
+        model.inverse(*inputs())
+
+
 def test_copies_and_pickles_work_after_a_forward_pass() -> None:
     model = build("reversible", drop_path=0.1)
     model(*inputs())
