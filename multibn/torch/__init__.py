@@ -20,6 +20,7 @@ from multibn.torch_backend import SyncInstanceNorm1d as SyncInstanceNorm1d
 from multibn.torch_backend import SyncInstanceNorm2d as SyncInstanceNorm2d
 from multibn.torch_backend import SyncInstanceNorm3d as SyncInstanceNorm3d
 from multibn.torch_backend import average_gradients as average_gradients
+from multibn.torch_backend import batch_moments as batch_moments
 from multibn.torch_backend import check_sync as check_sync
 from multibn.torch_backend import checkpoint_contexts as checkpoint_contexts
 from multibn.torch_backend import convert_sub_batchnorm as convert_sub_batchnorm

@@ -21,6 +21,7 @@ from multibn.torch_backend.layer.step_statistics import step_statistics as step_
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
+from multibn.torch_backend.norms.batch_moments import batch_moments as batch_moments
 from multibn.torch_backend.norms.batch_renorm import SyncBatchRenorm1d as SyncBatchRenorm1d
 from multibn.torch_backend.norms.batch_renorm import SyncBatchRenorm2d as SyncBatchRenorm2d
 from multibn.torch_backend.norms.batch_renorm import SyncBatchRenorm3d as SyncBatchRenorm3d

@@ -137,6 +137,7 @@ def _torch() -> dict[Call, Call]:
         **{function: partial(function, _model()) for function in of_models},
         tb.convert_sync_batchnorm: lambda **options: tb.convert_sync_batchnorm(_model(), **options),
         tb.convert_sub_batchnorm: convert_sub,
+        tb.batch_moments: partial(tb.batch_moments, x),
         tb.sync_batch_norm: partial(tb.sync_batch_norm, x),
         tb.update_bn_stats: update,
     }

@@ -266,7 +266,7 @@ def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> 
         views: Any = [None if t is None else t.view_as(t) for t in (args.x, args.weight, args.bias)]
         x, weight, bias = views
         viewed = args._replace(x=x, weight=weight, bias=bias, relu=False)
-        y, _ = _normalize(viewed, plan.communicator, plan.weighting, phase="second order")
+        y, _ = normalize(viewed, plan.communicator, plan.weighting, phase="second order")
         sources = list(compress(views, needed))
         grads = iter(torch.autograd.grad(y, sources, dy, create_graph=create_graph))
     return [next(grads) if need else None for need in needed[:3]] + [dy if needed[3] else None]
@@ -276,9 +276,14 @@ def differentiable_forward(
     args: NormArgs, communicator: Communicator, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """The input normalized, and the statistics of its batch, without a gradient. Collective."""
+    return uncompiled(_forward)(args, communicator, weighting)
+
+
+def uncompiled(function: Any) -> Any:
+    """The function, which torch.compile does not compile."""
     if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
-        return torch.compiler.disable(_forward)(args, communicator, weighting)
-    return _forward(args, communicator, weighting)
+        return torch.compiler.disable(function)
+    return function
 
 
 def _forward(
@@ -287,7 +292,7 @@ def _forward(
     # A recomputed pass advances its tape, but computes the statistics again: the recorded ones have
     # no graph.
     replays = recompute.replayed(channels(args.x.shape, args.axis)) is not None
-    y, batch = _normalize(args, communicator, weighting, phase="forward")
+    y, batch = normalize(args, communicator, weighting, phase="forward")
     batch = BatchStatistics(*[part.detach() for part in batch])
     if not replays:
         recompute.record(batch, args, Plan(args, communicator, weighting=weighting))
@@ -296,7 +301,7 @@ def _forward(
     return y, batch
 
 
-def _normalize(
+def normalize(
     args: NormArgs, communicator: Communicator, weighting: Weighting, *, phase: str
 ) -> tuple[Tensor, BatchStatistics]:
     """The input normalized, and the statistics, both differentiable.

@@ -123,10 +123,7 @@ def sync_batch_norm(
     options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
     compared: dict[str, object] = {"nonfinite": nonfinite}
     running = None
-    group = as_communicator(process_group)
-    communicator = LayerCommunicator(
-        group, lambda: "sync_batch_norm", options=lambda: compared, is_function=True
-    )
+    communicator = function_communicator("sync_batch_norm", process_group, compared)
     try:
         options.check()
         check_number("momentum", momentum, "[0, 1]")
@@ -146,6 +143,19 @@ def sync_batch_norm(
     args = NormArgs(x, weight, bias, eps, axis, mask=mask, running=running)
     y, batch = forward(args, num_channels, communicator, weighting=weighting)
     return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
+
+
+def function_communicator(
+    name: str, process_group: CommunicatorLike, options: dict[str, object]
+) -> LayerCommunicator:
+    """Return the communicator of one call of a function, whose errors name the width C."""
+    return LayerCommunicator(
+        as_communicator(process_group),
+        lambda: name,
+        options=lambda: options,
+        detail=lambda channels: f", C={channels}",
+        is_function=True,
+    )
 
 
 def _channels_of(tensors: dict[str, Any]) -> int | None:

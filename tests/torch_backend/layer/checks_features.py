@@ -335,7 +335,7 @@ def check_a_network_of_many_widths_trains_and_is_calibrated_as_in_one_process(
                 p -= 1e-3 * q.grad
                 q -= 1e-3 * q.grad
         torch.testing.assert_close(net.state_dict(), alone.state_dict(), rtol=1e-12, atol=1e-12)
-    small = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).double()
+    small: Any = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).double()
     with torch.no_grad():
         for own, shared in zip(small.parameters(), net.parameters(), strict=True):
             own.copy_(shared[:4])
