@@ -99,6 +99,7 @@ LAYERS: dict[str, Make] = {
     "layer": partial(_build, tb.SyncBatchNorm, "fuse_relu"),
     "untracked": partial(_build, tb.SyncBatchNorm, "fuse_relu", track_running_stats=False),
     "naive": partial(_build, tb.NaiveSyncBatchNorm1d, "fuse_relu", global_sync=True),
+    "renorm": partial(_build, tb.SyncBatchRenorm1d, ""),  # a batch norm for 5000 batches
     "sub": partial(_build, tb.SubBatchNorm1d, "num_splits"),
     "converted": partial(_convert, nn.BatchNorm1d),
     "own forward": partial(_convert, Activated),
@@ -111,6 +112,7 @@ LACKS = {
     "layer": "nonfinite num_splits",
     "untracked": "nonfinite num_splits track_running_stats",
     "naive": "nonfinite num_splits",
+    "renorm": "nonfinite fuse_relu num_splits",
     "sub": "nonfinite fuse_relu",
     "converted": "nonfinite fuse_relu num_splits",
     "own forward": "nonfinite fuse_relu num_splits",
