@@ -62,15 +62,12 @@ _FIRST = r"waited \d+ s in the first message of "
 # too.
 _MISSING = r".* for rank\(s\) \[(0, )?1(, 2)?\]: no rank of the group has connected yet"
 _NOT_FIRST = _FIRST + r"layer1\.0\.bn1 \(forward" + _MISSING
-# The ranks compare their order before the first forward pass.
-_NOT_FIRST_DDP = _FIRST + r"DistributedDataParallel \(before forward" + _MISSING
 
 
 late_first = of_rank_1(
     "... at the first step",
     come_late,
     says=_NOT_FIRST,
-    says_under={"ddp": _NOT_FIRST_DDP},
     first=True,
     seconds=SILENCE,
     own_waits=True,
@@ -80,7 +77,6 @@ late_first = of_rank_1(
 ends_first = of_rank_1(
     "a rank that ends before its first layer",
     says=_NOT_FIRST,
-    says_under={"ddp": _NOT_FIRST_DDP},
     first=True,
     then=0,
     seconds=SILENCE,

@@ -1,7 +1,6 @@
 """`multibn check` on one rank; rank 0 prints the report of all."""
 
 import argparse
-import copy
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from multibn import info
 from multibn._platform import importable, launched_processes, this_machine
-from multibn.check.timing import Step, median_ms, message_steps, slowest, take_turns, training_step
+from multibn.check.timing import Step, median_ms, message_steps, slowest, take_turns
 from multibn.communicators import Communicator
 from multibn.communicators.communicator import gather
 from multibn.communicators.watchdog import check_timeout
@@ -22,7 +21,6 @@ from multibn.parity import worker
 from multibn.parity.launch import enter_world, leave_world
 
 CASES = ("float32", "float64", "uneven", "empty-rank", "masked", "channels_last")
-OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm2d"
 SIZES = {True: (64, 224), False: (4, 112)}  # (images per rank, image size) with and without a GPU
 SECONDS = 20.0  # of the network's comparison; the others take a part of it
 VERDICTS = {True: "all results are correct", False: "some results are WRONG"}
@@ -153,21 +151,12 @@ def _comparisons(
         yield f"message of {C} channels", _REPEAT, SECONDS / 10, steps
     if not importable("torch"):
         return
-    import torch
-    from torch import nn
-
-    from multibn.check.network import resnet50
-    from multibn.torch_backend import convert_sync_batchnorm
-
+    network = import_module("multibn.check.network")
     number, side = SIZES[on_gpu]
-    for name, local, shape, seconds in (
-        ("layer", nn.BatchNorm2d(64), (number, 64, side // 4, side // 4), SECONDS / 5),
-        ("ResNet-50", resnet50(), (number, 3, side, side), SECONDS),
+    for name, shape, seconds in (
+        ("layer", (number, 64, side // 4, side // 4), SECONDS / 5),
+        ("ResNet-50", (number, 3, side, side), SECONDS),
     ):
-        models = {OURS: convert_sync_batchnorm(copy.deepcopy(local), communicator), LOCAL: local}
-        if on_gpu and _torchrun():  # it shares over torch's groups of GPUs alone
-            models[PEER] = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(local))
-        x = torch.randn(*shape, requires_grad=True)
-        dy = torch.ones_like(local(x))
-        steps = {each: training_step(model, x, dy) for each, model in models.items()}
+        # torch's own layer shares over its groups of GPUs alone.
+        steps = network.training_steps(name, shape, communicator, peer=on_gpu and _torchrun())
         yield f"step of {name}, {'x'.join(map(str, shape))}", 1, seconds, steps

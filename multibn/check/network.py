@@ -1,9 +1,15 @@
-"""A network like ResNet-50, for which torchvision is not needed."""
+"""What `multibn check` times in torch: a layer, and a ResNet-50 without torchvision."""
 
+import copy
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from multibn.check.timing import Step, training_step
+from multibn.communicators import Communicator
+from multibn.torch_backend import convert_sync_batchnorm
 
 BLOCKS = (3, 4, 6, 3)
 
@@ -33,3 +39,19 @@ def resnet50(blocks: Sequence[int] = BLOCKS) -> nn.Sequential:
             layers.append(Bottleneck(num_in, 64 << stage, 2 if stage and not i else 1))
             num_in = 4 * (64 << stage)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_in, 1000))
+
+
+def training_steps(
+    name: str, shape: Sequence[int], communicator: Communicator, *, peer: bool
+) -> dict[str, Step]:
+    """The steps of a "layer" or of "ResNet-50" on an input of a `shape`, by the kind of norm."""
+    local: nn.Module = nn.BatchNorm2d(shape[1]) if name == "layer" else resnet50()
+    models = {
+        "multibn": convert_sync_batchnorm(copy.deepcopy(local), communicator),
+        "nn.BatchNorm2d": local,
+    }
+    if peer:
+        models["nn.SyncBatchNorm"] = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(local))
+    x = torch.randn(*shape, requires_grad=True)
+    dy = torch.ones_like(local(x))
+    return {kind: training_step(model, x, dy) for kind, model in models.items()}

@@ -36,3 +36,6 @@ from multibn.torch_backend.train.join import join as join
 from multibn.torch_backend.train.synchrony import average_gradients as average_gradients
 from multibn.torch_backend.train.synchrony import check_sync as check_sync
 from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats
+
+# As torch.nn.SyncBatchNorm.convert_sync_batchnorm; the same function for every subclass.
+SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)

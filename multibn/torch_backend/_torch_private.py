@@ -27,16 +27,16 @@ is_legacy_batchedtensor = _functorch.is_legacy_batchedtensor
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
 unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
 
-# DistributedDataParallel's: the model whose forward pass runs. Without it, its `join` and its
-# broadcasts are not watched.
+# DistributedDataParallel's: the model whose forward pass runs. Without it, its `join` is
+# not recognized, and its broadcasts stay as they are.
 ACTIVE_DDP = "_active_ddp_module"
 # torch.autograd.forward_ad's: how deep forward mode is, -1 outside of it.
 TANGENT_LEVEL = "_current_level"
 # torch.compiler's: whether torch.export runs. `is_exporting()` of torch 2.11 is true in
 # torch.compile, too.
 IS_EXPORTING = "_is_exporting_flag"
-# Private attributes of DistributedDataParallel; if one is missing, DDP is not patched.
-DDP_ATTRIBUTES = "_assign_modules_buffers", "_has_rebuilt_buckets"
+# A private method of DistributedDataParallel; without it, DDP is not patched.
+ASSIGN_BUFFERS = "_assign_modules_buffers"
 # torch.distributed's, with the default process group; None where torch has no torch.distributed.
 WORLD = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
 

@@ -119,7 +119,9 @@ def test_a_leaf_may_be_compiled_whole() -> None:
 
     def leaf(x: Tensor) -> Tensor:
         args = layer._as_input(x)
-        return functional.forward(args, 3, layer.layer_communicator, weighting="element")[0]
+        return functional.normalize_with_batch_stats(
+            args, 3, layer.layer_communicator, weighting="element"
+        )[0]
 
     x = _input()
     torch.testing.assert_close(torch.compile(leaf, fullgraph=True, backend="aot_eager")(x), leaf(x))

@@ -104,27 +104,29 @@ class _OwnForward(_Derived):
             with mode:
                 y = self.converted_from.forward(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
-            if (
-                self.training and not mode.batch_norm_called
-            ):  # the other ranks will wait for this one
+            if self.training and not mode.batch_norm_called:  # the other ranks would wait
                 validation.raise_on_all_ranks(error, x, self.num_features, self.layer_communicator)
             raise
-        # Later, a class may return an empty batch as it is, or normalize alone where it is alone.
-        may_pass = self._has_called_batch_norm and (
-            self.layer_communicator.size == 1 or (x is not None and not len(x))
-        )
-        if self.training and not (mode.batch_norm_called or may_pass):
+        if not mode.batch_norm_called:
+            self._check_may_skip_batch_norm(x)
+        elif not (self._has_called_batch_norm or torch.compiler.is_compiling()):
+            self._has_called_batch_norm = True
+        return y
+
+    def _check_may_skip_batch_norm(self, x: Tensor | None) -> None:
+        """Raise RuntimeError if a training pass that called no batch norm has left others waiting.
+
+        A class that has called it before may return an empty batch as it is, or normalize by its
+        own means where it is alone.
+        """
+        is_alone_or_empty = self.layer_communicator.size == 1 or (x is not None and not len(x))
+        if self.training and not (self._has_called_batch_norm and is_alone_or_empty):
             raise RuntimeError(
                 f"`{self.layer_communicator.name}`, a {self.converted_from.__qualname__}, cannot "
                 "share statistics: its forward pass in training did not call "
                 "torch.nn.functional.batch_norm with the layer's running_mean. Call "
                 "revert_sync_batchnorm, then convert the parts of the model without this layer."
             )
-        if mode.batch_norm_called and not (
-            self._has_called_batch_norm or torch.compiler.is_compiling()
-        ):
-            self._has_called_batch_norm = True
-        return y
 
 
 # Attributes of these names have another meaning in layers of other classes, which are refused.
@@ -182,7 +184,9 @@ class _SyncBatchNormMode(functional.BatchNormMode):
             args._replace(running=running),
             (num_channels, layer.layer_communicator),
         )
-        y, batch = functional.forward(args, *communication, weighting=layer.weighting)
+        y, batch = functional.normalize_with_batch_stats(
+            args, *communication, weighting=layer.weighting
+        )
         if running is not None and before is not None and counter is not None:
             # The original `forward` has incremented the counter. Undo this for recomputations and
             # for batches that are empty on all ranks.

@@ -69,7 +69,9 @@ class BatchNorm(_BatchNorm):
             args = NormArgs(
                 input, self.weight, self.bias, self.eps, axis, mask=mask, running=running
             )
-            return functional.forward(args, self.num_features, LOCAL, weighting="element")[0]
+            return functional.normalize_with_batch_stats(
+                args, self.num_features, LOCAL, weighting="element"
+            )[0]
         x, parameters = reference.masked(input, mask), (self.weight, self.bias)
         y = functional.normalize_with_running_stats(x, *parameters, mean, var, eps=self.eps)
         return reference.masked(y, mask)
@@ -365,7 +367,3 @@ def _cannot_revert(layer: SyncNormBase) -> str | None:
 
 def _name(layer: nn.Module) -> str:
     return f"{type(layer).__module__}.{type(layer).__qualname__}"
-
-
-# Under the name and with the arguments of torch.nn.SyncBatchNorm's; the same for every subclass.
-SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)

@@ -4,7 +4,7 @@ The operators run the eager kernels. The compiler fuses `(x - centre) * scale + 
 counterpart for the gradient, with the operations around the layer. Meta and fake tensors take the
 same path. In the call tree, C is the number of channels::
 
-    functional.forward         traced by Dynamo
+    functional.normalize_with_batch_stats         traced by Dynamo
       multibn::forward         traced by AOTAutograd, which sees the operations inside
         SyncBatchNormFunction
           _Traced.forward      multibn::forward_sums: 3C coefficients, 2C+2 statistics (float64)

@@ -31,7 +31,7 @@ def contains_dtensor(tensors: Iterable[Any], /) -> bool:
     return module is not None and module.DTensor in [type(t) for t in tensors]
 
 
-def forward(
+def normalize_local(
     function: Callable[..., tuple[Tensor, BatchStatistics]],
     args: NormArgs,
     num_channels: int | None,
@@ -55,7 +55,9 @@ def forward(
     return _wrap_output(args.x, y), batch
 
 
-def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor | None) -> Tensor:
+def evaluate_local(
+    function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor | None
+) -> Tensor:
     """Apply `function` to the local tensors. The output is like `x`."""
     layout = _layout(x)
     return _wrap_output(x, function(_local(x), *(_parameter(p, *layout) for p in parameters)))

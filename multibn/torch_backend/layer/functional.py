@@ -141,7 +141,7 @@ def sync_batch_norm(
     mask = validation.mask_of(x, mask, lengths, num_channels, communicator)
     axis = validation.non_channel_axes(x)
     args = NormArgs(x, weight, bias, eps, axis, mask=mask, running=running)
-    y, batch = forward(args, num_channels, communicator, weighting=weighting)
+    y, batch = normalize_with_batch_stats(args, num_channels, communicator, weighting=weighting)
     return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
 
 
@@ -174,7 +174,7 @@ def _channels_of(tensors: dict[str, Any]) -> int | None:
     return shapes[0][0] if shapes else None
 
 
-def forward(
+def normalize_with_batch_stats(
     args: NormArgs,
     num_channels: int | None,
     communicator: Communicator,
@@ -200,8 +200,8 @@ def forward(
             if dtensors.contains_dtensor([args.x]):
                 # Not each rank's part, so that all ranks raise.
                 validation.check_input(args.x, num_channels)
-            function = partial(forward, weighting=weighting)
-            return dtensors.forward(function, args, num_channels, communicator)
+            function = partial(normalize_with_batch_stats, weighting=weighting)
+            return dtensors.normalize_local(function, args, num_channels, communicator)
         validation.validate_call(args, num_channels, communicator)
         if autograd.is_transformed() or get_dispatch_mode(MAKE_FX):
             return autograd.differentiable_forward(args, communicator, weighting=weighting)
@@ -217,7 +217,7 @@ def forward(
 def _forward_compiled(
     args: NormArgs, num_channels: int | None, communicator: Any, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics] | None:
-    """`forward` by operators; None where the operators cannot, under torch.func for example.
+    """Run it by operators; None where the operators cannot, under torch.func for example.
 
     Compiled code cannot tell whether it runs in a recomputation. There, a batch has a count of 0.
     """
@@ -235,7 +235,7 @@ def _forward_compiled(
             msg="a layer with DTensors, like sync_batch_norm, is not compiled and runs eagerly. "
             "Call torch.compile without fullgraph=True."
         )
-        eager = torch.compiler.disable(forward)
+        eager = torch.compiler.disable(normalize_with_batch_stats)
         return eager(args, num_channels, communicator, weighting=weighting)
     if (compiling and autograd.is_transformed()) or not has_name or num_channels is None:
         return None
@@ -277,7 +277,7 @@ def normalize_with_running_stats(
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
     if dtensors.contains_dtensor((x, weight, running_mean)):
         function = partial(normalize_with_running_stats, eps=eps)
-        return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)
+        return dtensors.evaluate_local(function, x, weight, bias, running_mean, running_var)
     wide = torch.promote_types(x.dtype, torch.float32)
     parameters = {p.dtype for p in (weight, bias, running_mean) if p is not None}
     if running_mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}:

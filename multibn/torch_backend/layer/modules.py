@@ -124,7 +124,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     # Numbers of dimensions that take the short way, as `_check_input_dim` need not be asked.
     _fast_path_ndims: Collection[int] = range(2, 6)
     _num_splits = 1  # see `convert_sub_batchnorm`
-    convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # convert.py sets this method
+    convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # set where the converters are exported
 
     def __init__(
         self,
@@ -174,7 +174,9 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             return y
         if input.is_meta or input.ndim not in self._fast_path_ndims:
             return self._forward_general(input, residual, mask=mask, lengths=lengths)
-        return functional.forward(args, self.num_features, sharing, weighting=weighting)[0]
+        return functional.normalize_with_batch_stats(
+            args, self.num_features, sharing, weighting=weighting
+        )[0]
 
     def _forward_general(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None
@@ -201,7 +203,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             args = self._as_input(input, residual, where)
             if self.training and self._num_splits > 1:
                 return self.forward_splits(args, self.num_features)
-            return functional.forward(
+            return functional.normalize_with_batch_stats(
                 args, self.num_features, layer_communicator, weighting=self.weighting
             )[0]
         validation.check_input(input, self.num_features)
@@ -240,7 +242,11 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
                     running.momentum = momentum
                 part = args._replace(x=x, residual=residual, mask=mask, running=running)
                 sharing = num_channels, self.layer_communicator
-                ys.append(functional.forward(part, *sharing, weighting=self.weighting)[0])
+                ys.append(
+                    functional.normalize_with_batch_stats(part, *sharing, weighting=self.weighting)[
+                        0
+                    ]
+                )
         return torch.cat(ys)
 
     def _as_input(
@@ -254,7 +260,17 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         else:  # parametrized
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `validation.non_channel_axes`
-        return NormArgs(x, weight, bias, self.eps, axis, self.fuse_relu, mask, residual, running)
+        return NormArgs(
+            x=x,
+            weight=weight,
+            bias=bias,
+            eps=self.eps,
+            axis=axis,
+            relu=self.fuse_relu,
+            mask=mask,
+            residual=residual,
+            running=running,
+        )
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):

@@ -169,7 +169,7 @@ class _SubBatchNorm(SyncNormBase):
         args = args._replace(weight=weight, bias=bias, eps=part.eps, running=running)
         # To a pass over all splits together, these are the channels of axis 1.
         sharing = args.x.shape[1], communicator
-        y, batch = functional.forward(args, *sharing, weighting=self.weighting)
+        y, batch = functional.normalize_with_batch_stats(args, *sharing, weighting=self.weighting)
         if self.training and updates_running(running, args.x):
             with disable_dispatch_modes_in_recompute():
                 self.aggregate_stats(batch.count)

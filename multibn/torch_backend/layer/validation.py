@@ -42,7 +42,7 @@ def mask_of(
 
 def validate_call(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
     """Raise unless a layer can normalize this input, here and now. Collective if it raises."""
-    data_parallel.watch_active()
+    data_parallel.patch_active()
     ddp: Any = getattr(DistributedDataParallel, ACTIVE_DDP, None)
     # Inside its join, a rank without data runs the collectives of DistributedDataParallel only,
     # which the other ranks would take for a layer's.

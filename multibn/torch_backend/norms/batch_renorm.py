@@ -63,7 +63,7 @@ class SyncBatchRenormBase(modules.SyncBatchNorm):
         mean, var, n, clips = read_once(input, *kept)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         args = self._as_input(x, None, where)._replace(weight=None, bias=None)
-        y, batch = functional.forward(args, *sharing, weighting=self.weighting)
+        y, batch = functional.normalize_with_batch_stats(args, *sharing, weighting=self.weighting)
         start, *ends = self.schedule
         rise = [((n.double() - start + 1) / (end - start + 1)).clamp(0, 1) for end in ends]
         rmax, dmax = 1 + (clips[0] - 1) * rise[0], clips[1] * rise[1]

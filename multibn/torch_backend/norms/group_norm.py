@@ -72,7 +72,9 @@ class SyncGroupsBase(SyncNormBase):
         wide = torch.promote_types(x.dtype, torch.float32)
         grouped = x.to(wide).unflatten(1, (num_groups, num_channels // num_groups))
         args = NormArgs(grouped, None, None, self.eps, tuple(range(2, grouped.ndim)))
-        y, batch = functional.forward(args, num_groups, group, weighting="element")
+        y, batch = functional.normalize_with_batch_stats(
+            args, num_groups, group, weighting="element"
+        )
         return scale_and_shift(y.flatten(1, 2), self.weight, self.bias, x.dtype), batch
 
 

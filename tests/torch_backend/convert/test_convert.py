@@ -150,7 +150,7 @@ def test_converting_again_changes_nothing() -> None:
     [
         ({"weighting": "rank"}, "weighting='element'"),
         ({"running_var": "biased", "nonfinite": "skip"}, "running_var='.*', nonfinite=None"),
-        ({"process_group": Group(None, [0])}, r"process_group=SingleProcess\(\)"),
+        ({"process_group": Group(None, 1)}, r"process_group=SingleProcess\(\)"),
         ({"process_group": SingleProcess(), "strict": True}, ""),
     ],
 )

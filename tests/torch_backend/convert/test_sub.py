@@ -84,7 +84,7 @@ def test_revert_brings_the_classes_back() -> None:
 
 def test_a_converted_layer_is_converted_anew() -> None:
     """None of the four is without effect: splits, other splits, ranks that share, and back."""
-    group = Group(None, [0])
+    group = Group(None, 1)
     model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), group, nonfinite="skip")
     x, layer = torch.randn(6, 3, 4, 4), model[0]
     for num_splits in (2, 3):
@@ -196,6 +196,8 @@ def test_vmap_over_inputs_and_over_stacked_models_splits_each_batch() -> None:
 def test_a_part_without_an_element_is_an_error() -> None:
     layer = convert_sub_batchnorm(nn.BatchNorm1d(1), 4)
     lengths = torch.tensor([3, 2, 3, 3, 0, 0, 3, 1])
-    with pytest.raises(ValueError, match=r"got none .* with an input of shape \(2, 1, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"excludes every element .* with an input of shape \(2, 1, 3\)"
+    ):
         layer(torch.randn(8, 1, 3), lengths=lengths)
     layer.eval()(torch.randn(8, 1, 3), lengths=lengths)
