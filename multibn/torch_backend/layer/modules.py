@@ -226,9 +226,10 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         validation.check_no_tensor_subclass("the input", args.x)
         validation.check_input(args.x, num_channels)
         validation.check_options(args)
-        # Two elements per channel and part, if the batch has them: a last one may be small.
-        N = len(args.x)
-        n = max(1, min(self._num_splits, N, args.x.numel() // args.x.shape[1] // 2))
+        N, n = len(args.x), self._num_splits
+        if self.layer_communicator.size == 1:
+            # Two elements per channel and part, if the batch has them: a last one may be small.
+            n = max(1, min(n, N, args.x.numel() // args.x.shape[1] // 2))
         sizes = [(N + k) // n for k in reversed(range(n))]
         # Not tensor_split: a gradient of the whole size for each part.
         of = [

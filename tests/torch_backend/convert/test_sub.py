@@ -19,6 +19,7 @@ from multibn.torch_backend import (
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 NEEDS = "torch"
 
@@ -201,3 +202,28 @@ def test_a_part_without_an_element_is_an_error() -> None:
     ):
         layer(torch.randn(8, 1, 3), lengths=lengths)
     layer.eval()(torch.randn(8, 1, 3), lengths=lengths)
+
+
+def test_ranks_that_share_parts_have_equally_many() -> None:
+    """Also a rank whose own batch is too small to fill them; the k-th parts share statistics."""
+    xs = torch.randn(5, 3, 4).double(), torch.randn(1, 3, 4).double()
+
+    def train(communicator: ThreadCommunicator) -> Tensor:
+        layer: Any = convert_sub_batchnorm(nn.BatchNorm1d(3).double(), 2)
+        layer.process_group = communicator
+        return layer(xs[communicator.rank].requires_grad_()).detach()
+
+    got = run_ranks(2, train)
+    norm = nn.BatchNorm1d(3, affine=False).double()
+    first, second = norm(torch.cat([xs[0][:3], xs[1]])), norm(xs[0][3:])
+    torch.testing.assert_close(got, [torch.cat([first[:3], second]), first[3:]])
+
+
+def test_another_name_for_the_number_of_parts_is_told_the_right_one() -> None:
+    options: Any = {"virtual_batch_size": 128}
+    with pytest.raises(
+        TypeError, match=r"`virtual_batch_size`\. In place .* num_splits=batch_size"
+    ):
+        convert_sub_batchnorm(nn.BatchNorm1d(3), 2, **options)
+    with pytest.raises(TypeError, match="num_splits"):
+        convert_sub_batchnorm(nn.BatchNorm1d(3), **options)
