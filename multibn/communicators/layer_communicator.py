@@ -239,6 +239,7 @@ class LayerPhase(Forwarding):
         self._sent_head = np.array(head).data
         # What all ranks together send, if each sends the same.
         self._expected = [self._size * v for v in head]
+        self._expected_head = np.array(self._expected).data
 
     def is_over(self, group: Any) -> bool:
         """Whether the messages still go to the ranks of `group`."""
@@ -287,9 +288,8 @@ class LayerPhase(Forwarding):
             return self._allreduce_other(x, copied)
         self._head[:] = self._sent_head
         self._watchdog.wait(self._begin, self._latest)
-        head = self._head.tolist()
-        if head != self._expected:
-            self._raise_for_places(head)
+        if self._head != self._expected_head:
+            self._raise_for_places(self._head.tolist())
         return x
 
     def _allreduce_other(self, x: Array, copied: bool) -> Array:

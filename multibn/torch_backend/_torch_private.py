@@ -1,15 +1,17 @@
 """The private names of torch that the layers use; torch 2.10 to 2.13 have every one.
 
-Four are attributes of torch's own objects, whose values change, and stand here as names, as does a
+Three are attributes of torch's own objects, whose values change, and stand here as names, as does a
 module that torch loads when it needs the module.
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 # A context in which no dispatch mode sees an operation.
@@ -27,9 +29,6 @@ is_legacy_batchedtensor = _functorch.is_legacy_batchedtensor
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
 unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
 
-# DistributedDataParallel's: the model whose forward pass runs. Without it, its `join` is
-# not recognized, and its broadcasts stay as they are.
-ACTIVE_DDP = "_active_ddp_module"
 # torch.autograd.forward_ad's: how deep forward mode is, -1 outside of it.
 TANGENT_LEVEL = "_current_level"
 # torch.compiler's: whether torch.export runs. `is_exporting()` of torch 2.11 is true in
@@ -39,6 +38,18 @@ IS_EXPORTING = "_is_exporting_flag"
 ASSIGN_BUFFERS = "_assign_modules_buffers"
 # torch.distributed's, with the default process group; None where torch has no torch.distributed.
 WORLD = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
+
+
+def active_ddp() -> Any:
+    """Return the DistributedDataParallel model whose forward pass is running, if any.
+
+    Without the attribute, in another version of torch, DDP's `join` is not recognized, and its
+    broadcasts stay as they are.
+    """
+    try:
+        return DistributedDataParallel._active_ddp_module
+    except AttributeError:
+        return None
 
 
 def captures_cuda_graphs() -> bool:

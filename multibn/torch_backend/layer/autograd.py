@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from multibn import kernels
 from multibn._typing import RunningVar, Weighting
@@ -30,10 +29,10 @@ from multibn.kernels import Running, reference
 from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.spec import options_of, unpack
 from multibn.torch_backend._torch_private import (
-    ACTIVE_DDP,
     MAKE_FX,
     TANGENT_LEVEL,
     WORLD,
+    active_ddp,
     get_dispatch_mode,
     get_tracing_state,
     is_any_autocast_enabled,
@@ -51,7 +50,7 @@ def call_context() -> object:
 
     Inside of DDP's `join` the result equals no other one, so that each call is validated.
     """
-    ddp: Any = getattr(DistributedDataParallel, ACTIVE_DDP, None)
+    ddp = active_ddp()
     world = None if WORLD is None else WORLD.default_pg  # may be made anew
     if ddp is None:  # weak: a plan keeps neither alive, and another one in their place is not equal
         return None if world is None else ref(world)

@@ -10,11 +10,10 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import as_communicator
 from multibn.communicators.communicator import identity
-from multibn.torch_backend._torch_private import ACTIVE_DDP, ASSIGN_BUFFERS
+from multibn.torch_backend._torch_private import ASSIGN_BUFFERS, active_ddp
 
 # Parts of DDP that its documentation does not name. If one is missing, DDP is not patched.
 _PRIVATE_DDP_ATTRIBUTES = ASSIGN_BUFFERS, "parameters_to_ignore"
@@ -24,7 +23,7 @@ _patched: WeakSet[nn.Module] = WeakSet()
 
 def patch_active() -> None:
     """`patch_ddp` the DDP whose forward pass is running, if any."""
-    ddp = getattr(DistributedDataParallel, ACTIVE_DDP, None)
+    ddp = active_ddp()
     if ddp is not None and ddp not in _patched:
         patch_ddp(ddp)
 

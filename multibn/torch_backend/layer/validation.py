@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 
 from multibn import kernels
@@ -16,7 +15,7 @@ from multibn.engine import masks, statistics
 from multibn.engine.plan import NormArgs
 from multibn.kernels import Running
 from multibn.kernels.layout import channels
-from multibn.torch_backend._torch_private import ACTIVE_DDP, FakeTensor, get_tracing_state
+from multibn.torch_backend._torch_private import FakeTensor, active_ddp, get_tracing_state
 from multibn.torch_backend.layer import autograd, data_parallel
 
 
@@ -43,7 +42,7 @@ def mask_of(
 def validate_call(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
     """Raise unless a layer can normalize this input, here and now. Collective if it raises."""
     data_parallel.patch_active()
-    ddp: Any = getattr(DistributedDataParallel, ACTIVE_DDP, None)
+    ddp = active_ddp()
     # Inside its join, a rank without data runs the collectives of DistributedDataParallel only,
     # which the other ranks would take for a layer's.
     joins = ddp is not None and ddp._join_config.enable
