@@ -2,6 +2,7 @@
 
 import html
 import importlib
+import inspect
 import re
 from importlib.metadata import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ from sphinx.transforms import SphinxTransform
 # Before any other file imports Chainer: the package makes Chainer importable.
 import multibn.chainer  # noqa: F401
 from multibn import __version__
+from multibn.flax import BatchNorm
 from tests.helpers import examples
 
 project = "multibn"
@@ -41,6 +43,8 @@ default_role = "py:obj"
 autodoc_inherit_docstrings = False
 
 numpydoc_show_class_members = False
+# flax's metaclass hides the parameters of its layers.
+BatchNorm.__signature__ = inspect.signature(BatchNorm.__init__.__get__(object()))
 # No docstring, no summary, unknown or misplaced sections, parameters that do not exist. That each
 # parameter is named is a test's matter, tests/pages/test_docs.py, which needs no Sphinx.
 numpydoc_validation_checks = {"GL06", "GL07", "GL08", "PR02", "SS01"}

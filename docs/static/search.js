@@ -1,7 +1,8 @@
 /* What pages for tasks say comes before what the reference says, and evidence comes last. */
 const FIRST = {
-  "quick-start": 9, "gpus": 9, "recipes/": 7, "guides/when-it-fails": 10, "guides/which-batch-norm": 8,
-  "guides/uneven-data": 6, "guides/": 5, "speed": 5, "faq": 4, "limits": 3, "index": 3,
+  "quick-start": 9, "gpus": 16, "recipes/": 7, "guides/when-it-fails": 16, "guides/which-batch-norm": 8,
+  "guides/uneven-data": 6, "originals/index": 6, "guides/": 5, "speed": 5, "faq": 4, "limits": 3,
+  "index": 3,
 };
 const LAST = /^originals\/(?!index)/;
 var Scorer = {

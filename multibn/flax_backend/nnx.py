@@ -47,7 +47,7 @@ class BatchNorm(nnx.BatchNorm):
         Of sums over a batch of float32 or 16-bit input: float64, or float32 for devices that are
         slow in float64, at the cost of a relative error of 1e-7 in the variance. Messages are
         float64.
-    options
+    **options
         By name, as flax.nnx.BatchNorm's: `rngs`, `use_running_average`, `axis`, `momentum`,
         `epsilon`, `dtype`, `param_dtype`, `use_bias`, `use_scale`, `axis_name`,
         `axis_index_groups`, ... `momentum` is the decay, 1 less that of torch.

@@ -74,6 +74,26 @@ class ByItself(nn.BatchNorm1d):
         return input - input.mean((0, 2), keepdim=True)
 
 
+class OfAField(nn.BatchNorm1d):
+    """Normalizes a field of its input, as the norms of sparse convolution libraries."""
+
+    def forward(self, input: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return input | {"features": super().forward(input["features"])}
+
+
+def test_a_field_of_the_input_is_normalized_over_the_ranks() -> None:
+    def rank(world: Any) -> torch.Tensor:
+        torch.manual_seed(world.rank)
+        points = torch.randn(50 if world.rank == 0 else 3, 2).double()
+        layer = convert_sync_batchnorm(OfAField(2, affine=False).double(), world, strict=True)
+        y: torch.Tensor = layer({"features": points})["features"]
+        return y
+
+    y = torch.cat(run_ranks(2, rank))
+    torch.testing.assert_close(y.mean(0), torch.zeros(2).double())
+    torch.testing.assert_close(y.var(0, correction=0), torch.ones(2).double(), atol=1e-4, rtol=0)
+
+
 class Split(nn.BatchNorm1d):
     """Splits of the batch as channels, as lightly's SplitBatchNorm."""
 
