@@ -144,8 +144,8 @@ class ReversibleSequence(nn.Module):
                     f"`inverse` needs `drop_path=0` in training: {half} drops other samples in "
                     "each call. Call eval() first, also for the forward pass."
                 )
-            here, there = streams[half.into], streams[1 - half.into]
-            streams[half.into] = here - half(here, there, cond)
+            here, there = streams[half.target], streams[1 - half.target]
+            streams[half.target] = here - half(here, there, cond)
         return streams[0].to(seen), streams[1].to(seen)
 
     def _run(self, which: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
