@@ -70,9 +70,8 @@ class SyncBatchRenormBase(modules.SyncBatchNorm):
         std = (var.double() + self.eps).sqrt()
         r = torch.clamp((batch.var + self.eps).sqrt() / std, 1 / rmax, rmax).to(x.dtype)
         d = torch.clamp((batch.mean - mean) / std, -dmax, dmax).to(x.dtype)
-        scale, shift = (r, d) if self.weight is None else (r * self.weight, d * self.weight)
-        shift = shift if self.bias is None else shift + self.bias
-        y = scale_and_shift(y, scale, shift, input.dtype)
+        weight, bias = (v if p is None else p for p, v in ((self.weight, 1), (self.bias, 0)))
+        y = scale_and_shift(y, r * weight, d * weight + bias, input.dtype)
         return reference.masked(y if residual is None else y + residual, where)
 
 
@@ -85,10 +84,9 @@ class SyncBatchRenorm1d(SyncBatchRenormBase, modules.SyncBatchNorm1d):
 
     Parameters
     ----------
-    num_features, *args, rmax, dmax, **bn_args
-        As `SyncBatchNorm`, except `fuse_relu`; the last clips, which the buffer `clips` holds.
-    schedule
-        Counts of batches: until the first, r is 1 and d 0; rmax and dmax rise to the other two.
+    num_features, *args, rmax, dmax, schedule, **bn_args
+        As `SyncBatchNorm`, except `fuse_relu`; the last clips, which the buffer `clips` holds; and
+        counts of batches: until the first, r is 1 and d 0; rmax and dmax rise until the others.
 
     Examples
     --------

@@ -27,6 +27,11 @@ class GroupOptions(NormOptions):
 
 def scale_and_shift(x: Tensor, scale: Any, shift: Any, dtype: torch.dtype) -> Tensor:
     """Return `x * scale + shift` for numbers per channel, or None, rounded once, to `dtype`."""
+    if scale is not None and shift is not None and x.is_contiguous():
+        # By known statistics, 0 and 1: a pass forward and two back, where others make copies.
+        zeros = x.new_zeros(x.shape[1])
+        numbers = scale.to(x.dtype), shift.to(x.dtype), zeros, zeros + 1
+        return torch.batch_norm(x, *numbers, False, 0.0, 0.0, False).to(dtype)
     for number, apply in ((scale, torch.mul), (shift, torch.add)):
         x = x if number is None else apply(x, number.view(-1, *[1] * (x.ndim - 2)))
     return x.to(dtype)
