@@ -182,10 +182,9 @@ def _run(
     first, second = (_sum(v, axis, sum_dtype) / n for v in (d, d * d))
     # The mean in the message is about what all devices have taken away.
     own = jnp.zeros_like(first) if is_wide else steps.as_wide(centre)
-    mean, var = own + first, jnp.clip(second - first * first, 0.0, None)
-    summed = shared.allreduce(
-        steps.pack(mean, var + mean * mean, weight, count, wire.mark(shared.rank))
-    )
+    mean = own + first
+    meansqr = second - first * first + mean * mean
+    summed = shared.allreduce(steps.pack(mean, meansqr, weight, count, wire.mark(shared.rank)))
     of_y, _ = steps.statistics_of(args, spread(summed, x, options.axis_name), weight, count)
     scales = 1.0 / jnp.sqrt(of_y.var + args.eps)
     scales = scales if scale is None else scales * steps.as_wide(scale)

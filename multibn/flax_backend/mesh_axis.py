@@ -1,6 +1,5 @@
 """The devices along an axis of a mesh: what a communicator is to processes."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -24,22 +23,15 @@ class MeshAxis:
 
     def __init__(self, name: AxisName, groups: Groups) -> None:
         self.name, self.groups = name, groups
-        mesh = jax.sharding.get_abstract_mesh()
-        others = {k: n for k, n in mesh.shape.items() if k in mesh.manual_axes}
         try:
             length = lax.axis_size(name)
         except NameError as error:
+            bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
             raise ValueError(
                 "`axis_name` must be an axis that jax.shard_map, jax.pmap or jax.vmap binds around "
-                f"the call: got {name!r}, and {[*others] or 'none'} is bound. Under jax.jit alone, "
+                f"the call: got {name!r}, and {bound or 'none'} is bound. Under jax.jit alone, "
                 "leave `axis_name` out: a program over sharded arrays is that of one process."
             ) from error
-        if length == 1 < math.prod(others.values()):
-            raise ValueError(
-                f"`axis_name` must be an axis of several devices: got {name!r} of size 1 in a mesh "
-                f"of {others}. Name the axis over which the batch is split; None says that each "
-                "device has statistics of its own."
-            )
         members = sorted(i for group in groups or () for i in group)
         if groups is not None and members != [*range(length)]:
             raise ValueError(
