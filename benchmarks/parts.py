@@ -28,6 +28,9 @@ _SIZES: dict[str, tuple[Any, Any]] = {
     "message_seconds": (1.5, 0.0),
     "compiled_shape": ((8, 256, 28, 28), (2, 8, 4, 4)),
     "compiled_seconds": (15.0, 0.0),
+    "observations": ((4096, 64), (8, 4)),
+    "group_shape": ((8, 64, 28, 28), (2, 4, 4, 4)),
+    "flax_shapes": ([(32, 28, 28, 64), (32, 7, 7, 512), (1024, 64)], [(4, 4)]),
     "reversible_size": (224, 32),
     "reversible_timed": ([("rev_vit_s", 8), ("rev_mvit_b", 2)], [("1 blocks", 2)]),
 }
@@ -105,6 +108,19 @@ def reversible_time(settings: Settings) -> list[Row]:
     return rows
 
 
+def neighbours(settings: Settings) -> list[Row]:
+    """A row for each layer beside batch norm and each peer, in one process."""
+    times, _ = _times("neighbours.measure", "single process", 1, flax=settings.flax_shapes,
+                      observations=settings.observations, images=settings.group_shape,
+                      seconds=settings.seconds)  # fmt: skip
+    return [
+        {"layer": label, "beside": name, **_compared({"peer": (taken[layer.OURS], t)})}
+        for label, taken in times.items()
+        for name, t in taken.items()
+        if name != layer.OURS
+    ]
+
+
 # In the order of the report.
 PARTS: dict[str, Callable[[Settings], list[Row]]] = {
     "torch": partial(one_layer, "layer.measure_torch", "mpi"),
@@ -115,6 +131,7 @@ PARTS: dict[str, Callable[[Settings], list[Row]]] = {
     "messages": messages,
     "model": model,
     "reversible_time": reversible_time,
+    "neighbours": neighbours,
 }
 
 

@@ -121,7 +121,7 @@ def test_the_command_writes_the_parts_that_were_asked_for(
 ) -> None:
     """One part on real ranks, and those that need none; the others are launched alike."""
     require.need("mpiexec")
-    names = ["torch", "model"]
+    names = ["torch", "model", "neighbours"]
     options = ["--quick", "--parts", *names, "--output", str(tmp_path)]
     assert benchmarks.main(options) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
@@ -130,6 +130,8 @@ def test_the_command_writes_the_parts_that_were_asked_for(
     for row in results["torch"]:
         assert set(row["ratio"]) == {"nn.BatchNorm", "naive", "copies"}
         assert all(math.isfinite(value) and value > 0 for value in row["ratio"].values())
+    assert len(results["neighbours"]) == 5
+    assert all(row["ratio"]["peer"] > 0 for row in results["neighbours"])
     printed = capsys.readouterr().out
     assert "channels_last" in printed
     assert "<svg" in (tmp_path / "layer-torch.svg").read_text()
