@@ -146,7 +146,7 @@ release: $(VENV)/release  #: wheel and sdist in dist/, checked; the programs of 
 	$(BIN)/python -m auditwheel repair --strip --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/python -m nox --session release
+	$(BIN)/python -m nox --session bare release
 
 clean:  #: remove what make has built
 	rm -rf $(VENV) .nox build dist out

@@ -54,6 +54,17 @@ def versions(session: nox.Session, name: str) -> None:
     session.run("python", "-m", "tests.versions", name, *session.posargs)
 
 
+@nox.session(python=["3.10", "3.13"])
+def bare(session: nox.Session) -> None:
+    """Install the wheel alone, with the oldest and the newest Python: its compiled parts load."""
+    (wheel,) = Path("dist").resolve().glob("*.whl")
+    session.install("--only-binary", ":all:", str(wheel))
+    with session.chdir(session.create_tmp()):
+        facts = str(session.run("multibn", "info", silent=True))
+    if "C core" not in facts or re.search("numpy +missing", facts):
+        session.error(facts)
+
+
 # The extras and the page of each tab of the quick start.
 QUICK_START = Path("docs/quick-start.md").read_text()
 TABS = re.findall(r"pip install '\.\[(.*?)\]'.*?\{include\} (\S+)", QUICK_START, re.DOTALL)

@@ -57,8 +57,9 @@ def collect() -> dict[str, Any]:
     versions: dict[str, str | None] = {"multibn": __version__, "python": platform.python_version()}
     distributions = metadata.packages_distributions()
     for name in ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py"):
-        found = distributions.get(name) if importable(name) else None
-        versions[name] = metadata.version(found[0]) if found else None
+        # Python 3.10 does not know of wheels that list no top-level names, as numpy's.
+        found = next(iter(metadata.distributions(name=distributions.get(name, [name])[0])), None)
+        versions[name] = found.version if found and importable(name) else None
     facts = {"kernels": _kernels(versions["triton"]), "messages": _messages()}
     machine = {"system": platform.platform(), "cores": os.cpu_count()}
     works = _what_works(versions, **facts)

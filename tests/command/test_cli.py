@@ -78,6 +78,12 @@ def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch:
     assert message in _said(monkeypatch, *present)
 
 
+def test_a_wheel_that_lists_no_modules_has_a_version(monkeypatch: Any) -> None:
+    monkeypatch.setattr(info.metadata, "packages_distributions", dict)
+    versions = info.collect()["versions"]
+    assert versions["numpy"] == np.__version__
+
+
 def test_a_reader_that_has_ended_is_no_error() -> None:
     command = f"{sys.executable} -m multibn info | true"
     ran = subprocess.run(
