@@ -285,15 +285,6 @@ def check_a_destroyed_group_is_named(world: Communicator) -> None:
         communicator.allreduce(np.ones(1))
 
 
-@only("mpiexec", sizes=(2,))
-def check_a_freed_communicator_is_named(world: Communicator) -> None:
-    communicator = fresh(world)
-    communicator.mpi_comm.Free()
-    for use in (lambda: communicator.rank, lambda: communicator.allreduce(np.ones(1))):
-        with pytest.raises(RuntimeError, match=r"MPI\(.*its communicator was freed\. Give the la"):
-            use()
-
-
 @only("torchrun", sizes=(2,))
 def check_a_rank_that_is_late_for_the_first_message_is_waited_for(world: Communicator) -> None:
     """The rank is late for longer than it takes the other one to leave a notice."""

@@ -49,15 +49,12 @@ class MPI(ChannelCommunicator):
     Attributes
     ----------
     world_ranks
-        The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all, and
-        in place of a rank for a process outside of it, which `Comm.Spawn` has started.
+        The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all.
 
     Raises
     ------
     ValueError
         If `comm` is MPI.COMM_NULL: this process is not part of it.
-    RuntimeError
-        After `MPI.Finalize()`; at a use, also after `comm.Free()`.
     TypeError
         If `comm` is an intercommunicator.
 
@@ -75,46 +72,33 @@ class MPI(ChannelCommunicator):
     """
 
     def __init__(self, comm: "Comm | None" = None) -> None:
-        self.world_ranks: tuple[int | None, ...] | None = None
+        self.world_ranks: tuple[int, ...] | None = None
         if comm is None:
             return
-        self._comm = comm
+        self.mpi_comm = comm
         from mpi4py import MPI as mpi
 
         if comm == mpi.COMM_NULL:
             Outside(comm).rank  # noqa: B018 - raises
-        if self.mpi_comm.is_inter:
+        if comm.is_inter:
             raise TypeError(
                 "the communicator must be an intracommunicator: got an intercommunicator. "
                 "Merge its two groups first: comm.Merge()."
             )
         # A world of one process has the group of COMM_SELF, which must stay this process alone.
-        # Open MPI compares no communicator of an MPI.Session's with another one, but the groups.
         group, world = comm.group, mpi.COMM_WORLD.group
         if mpi.Group.Compare(group, world) != mpi.IDENT or comm == mpi.COMM_SELF:
-            ranks = mpi.Group.Translate_ranks(group, range(group.size), world)
-            self.world_ranks = tuple(None if r == mpi.UNDEFINED else r for r in ranks)
-
-    @property
-    def mpi_comm(self) -> "Comm":
-        """The mpi4py communicator."""
-        from mpi4py import MPI as mpi
-
-        why = _FINALIZED if mpi.Is_finalized() else ""  # most of MPI would end the process
-        if self._comm == mpi.COMM_NULL:
-            why = "its communicator was freed. Give the layer another one."
-        if why:
-            raise RuntimeError(f"{self!r} cannot be used any more: {why}")
-        return self._comm
+            self.world_ranks = tuple(mpi.Group.Translate_ranks(group, range(group.size), world))
 
     @cached_property
-    def _comm(self) -> "Comm":
+    def mpi_comm(self) -> "Comm":
+        """The mpi4py communicator."""
         return _find_comm(self.world_ranks)
 
     @property
     def native(self) -> Any:
         """The mpi4py communicator."""
-        return self._comm
+        return self.mpi_comm
 
     @property
     def rank(self) -> int:
@@ -133,18 +117,12 @@ class MPI(ChannelCommunicator):
 
     @property
     def identity(self) -> object:
-        return self.channel if None in (self.world_ranks or ()) else super().identity
+        # Processes of `Comm.Spawn` have no rank in the world: MPI.UNDEFINED, which is negative.
+        return self.channel if min(self.world_ranks or (0,)) < 0 else super().identity
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world_ranks is not None and len(self.world_ranks) == 1:
             return SingleProcess, ()
-        if None in (self.world_ranks or ()):
-            raise TypeError(
-                f"a communicator with processes that Comm.Spawn has started cannot be pickled: got "
-                f"{self!r}, None for these, on its rank {self.rank}. Save the model's "
-                "state in place of the model, or pickle it with another communicator, None for "
-                "this process alone."
-            )
         return _restore, (self.world_ranks,)
 
     def __repr__(self) -> str:
@@ -217,7 +195,7 @@ class _Transport(Transport):
         # finalized with a message under way.
         from mpi4py import MPI as mpi
 
-        if failed and mpi.COMM_WORLD.size > 1 and not mpi.Is_finalized():
+        if failed and mpi.COMM_WORLD.size > 1:
             sys.stdout.flush()
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(1)
@@ -340,13 +318,9 @@ def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
 
 
 def _on_finalize(*_: object) -> None:
-    """Let no message be begun any more, and nothing be said at the end of the process."""
+    """Send nothing at the end of the process: MPI can no longer be used."""
     for channel in list(_channels):
         channel.abandon()
-        channel.watchdog.failure = channel.watchdog.failure or _FINALIZED
 
 
 _channels: WeakSet[Channel] = WeakSet()
-_FINALIZED = (
-    "MPI.Finalize() was called. Call it after the last step, or give the layer a new group."
-)
