@@ -9,13 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from multibn import kernels
-from multibn.communicators.channel import ChannelCommunicator
+from multibn.communicators.channel import Channel, ChannelCommunicator, HostArray
 from multibn.engine import plan
 from multibn.kernels import cuda
 
@@ -36,6 +37,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class _EqualChannel(Channel):
+    """The channel of two equal ranks: their layers compare equal."""
+
+    def __init__(self) -> None:
+        transport: Any = SimpleNamespace(rank=0, size=2)
+        super().__init__(transport)
+        self.abandon()
+
+    def compare(self, a: HostArray, *facts: str) -> HostArray:
+        return 2 * a
+
+
 class Equal(ChannelCommunicator):
     """Two equal ranks, of which this process is one: sums are twice those of `over`.
 
@@ -43,10 +56,18 @@ class Equal(ChannelCommunicator):
     small launch for each message, which real ranks do not have.
     """
 
-    rank, size, channel = 0, 2, None
+    rank, size = 0, 2
 
     def __init__(self, over: Any) -> None:
         self._over = over
+        self._channel = _EqualChannel()
+
+    @property
+    def channel(self) -> Any:
+        return self._channel
+
+    def takes(self, x: Any, /) -> bool:
+        return True
 
     def allreduce(self, x: Any, /) -> Any:
         summed = self._over.allreduce(x)

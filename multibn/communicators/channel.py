@@ -11,22 +11,25 @@ import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
+from numbers import Integral
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakSet
+from typing import Any, NamedTuple, TypeAlias, cast
+from weakref import WeakSet, finalize, ref
 
 import numpy as np
 
 from multibn import wire
-from multibn._arrays import from_host, to_host
+from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array
-from multibn.communicators.communicator import Handle, gather
+from multibn.communicators.communicator import Communicator, Forwarding, Handle, gather
 from multibn.communicators.diagnostics import (
     ALIKE,
     group_ranks_by,
     log_and_raise,
     raise_for_refusal,
+    raise_for_sum,
     uncaught,
 )
 from multibn.communicators.polling import Poll, chain
@@ -46,6 +49,9 @@ class Transport(ABC):
     board: StatusBoard | None = None  # where notices are left; None before the first message
     carrier: str  # what carries layers' messages, for people
     block: HostArray  # float64 numbers: the memory of the first part of every message
+
+    def check(self) -> None:  # noqa: B027
+        """Raise on all ranks if the transport cannot work. Collective."""
 
     @abstractmethod
     def open(self) -> Iterator[Poll | None]:
@@ -175,6 +181,7 @@ class Channel:
     def _open(self, text: object) -> None:
         if self.carrier:
             return
+        self.transport.check()
         self.watchdog.wait(lambda: chain(self._connect(str(text))), text)
         self.carrier = self.transport.carrier
         every: Any = SimpleNamespace(rank=self.rank, size=self.size)
@@ -252,8 +259,123 @@ class ChannelCommunicator(Handle, ABC):
         return self.allreduce_on_device(x)
 
 
-def channel_of(group: Any, /) -> Channel | None:
-    """The channel of a group that is `resolved`; None where all its messages are arrays."""
+class _OwnTransport(Transport):
+    """Messages of a communicator class of a user's own, whose `allreduce` waits by itself."""
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        own = find()
+        self.rank, self.size, self.carrier = own.rank, own.size, type(own).__qualname__
+        self._find = find
+        self.block = np.zeros(wire.length(_WIDEST))
+
+    def check(self) -> None:
+        members = [v if isinstance(v, Integral) else np.nan for v in (self.rank, self.size)]
+        sent = np.array([1.0, *members, _EXACT])
+        size, got = float(sent[2]), self._sum(sent).tolist()
+        expected = [size, size * (size - 1) / 2, size * size, size * _EXACT]
+        if got != expected:
+            log_and_raise(
+                TypeError,
+                f"`rank`, `size` and `allreduce` of {self.carrier} do not fit: the sum of "
+                f"[1, rank, size, {_EXACT}] over all ranks must be {expected}: got {got}, on rank "
+                f"{self.rank!r} of {self.size!r}. Correct these members.",
+            )
+
+    def open(self) -> Iterator[Poll | None]:
+        yield None
+
+    def prepare_block(self, n: int) -> Begin:
+        return partial(self._sum_in_place, self.block, n)  # all of it: ranks may differ in `n`
+
+    def prepare(self, a: HostArray) -> Begin:
+        return partial(self._sum_in_place, a, a.size)
+
+    def _sum_in_place(self, a: HostArray, n: int) -> None:
+        a[:n] = self._sum(a)[:n]
+
+    def _sum(self, a: HostArray) -> HostArray:
+        own = self._find()
+        summed = own.allreduce(a.copy())
+        if (type(summed), getattr(summed, "dtype", None)) != (np.ndarray, a.dtype) or (
+            summed.shape != a.shape
+        ):
+            raise_for_sum(own, f"{summed!r} for {a!r}")
+        return cast(HostArray, summed)
+
+
+_EXACT = 1 + 2.0**-40  # a number that float32 has not
+_WIDEST = 2048  # channels of a layer whose message over a user's own class is one sum
+
+
+class _Own(ChannelCommunicator):
+    """A communicator of a user's own class, with a channel for arrays in host memory."""
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self._find = find
+        self._channel = Channel(_OwnTransport(find))
+
+    @property
+    def channel(self) -> Channel:
+        return self._channel
+
+    @property
+    def rank(self) -> int:
+        return int(self.native.rank)
+
+    @property
+    def size(self) -> int:
+        return int(self.native.size)
+
+    def takes(self, x: Array, /) -> bool:
+        return not is_on_host(x)
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        return cast(Array, self.native.allreduce(x))
+
+    def split(self, color: int, key: int = 0) -> Any:
+        return self.native.split(color, key)
+
+    @property
+    def native(self) -> Any:
+        """The object of the user's class."""
+        return self._find()
+
+
+_own: dict[int, _Own] = {}  # by the ids of users' objects
+
+
+def resolved(communicator: Any, /) -> Any:
+    """The communicator that this one stands for at present; one with a channel if it can be."""
+    while isinstance(communicator, Forwarding):
+        communicator = communicator._look_up()
+    if isinstance(communicator, Handle):
+        return communicator
+    if id(communicator) in _own:
+        return _own[id(communicator)]
+    if not isinstance(communicator, Communicator):
+        return communicator
+    find: Callable[[], Any] = partial(_same, communicator)
+    with suppress(TypeError):  # of a class without weak references
+        find = ref(communicator)
+        finalize(communicator, _own.pop, id(communicator), None).atexit = False
+    return _own.setdefault(id(communicator), _Own(find))
+
+
+def _same(communicator: Any) -> Any:
+    return communicator
+
+
+def at(communicator: Any, place: str) -> Any:
+    """Return the communicator for the sums of one function, which errors name as the `place`."""
+    group = resolved(communicator)
+    if not hasattr(group, "allreduce_at"):
+        return group
+    allreduce = partial(group.allreduce_at, place=place)
+    return SimpleNamespace(rank=group.rank, size=group.size, allreduce=allreduce)
+
+
+def channel_of(group: Any, /) -> Any:
+    """The channel of a group that is `resolved`; None for one process."""
     return group.channel if isinstance(group, ChannelCommunicator) else None
 
 

@@ -2,17 +2,12 @@
 
 import json
 import sys
-from functools import partial
-from numbers import Integral
-from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from multibn._arrays import array_namespace
 from multibn._typing import Array
-from multibn.communicators.diagnostics import raise_for_member, raise_for_sum
 
 _T = TypeVar("_T", bound="Handle")
 
@@ -136,13 +131,6 @@ class Forwarding(Handle):
         raise NotImplementedError
 
 
-def resolved(communicator: Any, /) -> Any:
-    """The communicator that this one stands for at present, itself where it is no `Forwarding`."""
-    while isinstance(communicator, Forwarding):
-        communicator = communicator._look_up()
-    return communicator
-
-
 class Outside(Forwarding):
     """A group that this process is not part of: a layer can have the group, and cannot train.
 
@@ -189,62 +177,17 @@ def identity(communicator: Communicator, /) -> object:
     return communicator.identity if isinstance(communicator, Handle) else id(communicator)
 
 
-def at(communicator: Any, place: str) -> Any:
-    """Return the communicator for the sums of one function, which errors name as the `place`."""
-    group = resolved(communicator)
-    if not hasattr(group, "allreduce_at"):
-        return communicator
-    allreduce = partial(group.allreduce_at, place=place)
-    return SimpleNamespace(rank=group.rank, size=group.size, allreduce=allreduce)
-
-
-def gather(value: Any, communicator: Communicator) -> list[Any]:
+def gather(value: Any, communicator: Any) -> list[Any]:
     """`value`, which JSON can hold, of every rank, on every rank. Collective: two allreduces.
 
-    For first steps and error messages, not every step. JSON is only read. A class of the user's own
-    has one more allreduce, for a look at it.
+    For first steps and error messages, not every step. JSON is only read.
     """
     data = json.dumps(value).encode()
-    communicator = resolved(communicator)
-    if isinstance(communicator, Communicator) and not isinstance(communicator, Handle):
-        check_members(communicator)
     rank, size = communicator.rank, communicator.size
     lengths = np.zeros(size)  # float64, which every communicator takes
     lengths[rank] = len(data)
-    lengths = checked_sum(lengths, communicator).astype(int)
+    lengths = communicator.allreduce(lengths).astype(int)
     contents = np.zeros((size, lengths.max()))
     contents[rank, : len(data)] = np.frombuffer(data, dtype=np.uint8)
-    contents = checked_sum(contents, communicator).astype(np.uint8)
+    contents = communicator.allreduce(contents).astype(np.uint8)
     return [json.loads(row[:n].tobytes()) for row, n in zip(contents, lengths, strict=True)]
-
-
-def checked_sum(x: npt.NDArray[np.float64], communicator: Any) -> Any:
-    """Sum by a user's own class, perhaps, whose mistakes would seem to be mistakes of the ranks."""
-    own = x.copy()
-    summed: Any = communicator.allreduce(x)
-    like = [(type(a), getattr(a, "dtype", None), np.shape(a)) for a in (own, summed)]
-    if like[0] != like[1] or (communicator.size != 1 and np.array_equal(summed, own)):
-        raise_for_sum(communicator, f"{summed!r} for {own!r}")
-    return summed
-
-
-def check_members(communicator: Any) -> None:
-    """Raise TypeError on all ranks if a member of a user's own class is wrong. Collective."""
-    members = communicator.rank, communicator.size
-    rank, size = (float(v) if isinstance(v, Integral) else np.nan for v in members)
-    sent = np.array([1.0, rank, rank * rank, size, size * size])
-    n, *sums = checked_sum(sent, communicator).tolist()
-
-    def fits(size: float) -> bool:
-        """Whether the ranks are 0 to `size` - 1."""
-        mean = (size - 1) / 2
-        return sums[:2] == [n * mean, n * mean * (2 * size - 1) / 3]
-
-    is_sized = sums[2:] == [n * n, n * n * n]
-    if not is_sized and not fits(n):
-        raise_for_sum(communicator, f"{[n, *sums]} for {sent}")
-    if not is_sized:
-        raise_for_member(communicator, "size", f"be {n:g}, the number of ranks", f"{members[1]!r}")
-    if not fits(n):
-        other = f"be 0 to {n - 1:g}, another one on each rank"
-        raise_for_member(communicator, "rank", other, f"{members[0]!r}")

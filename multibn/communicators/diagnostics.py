@@ -72,17 +72,12 @@ def raise_for_refusal(communicator: Any, marks: Sequence[float], place: str) -> 
 
 
 def raise_for_sum(communicator: Any, got: str) -> NoReturn:
-    """Raise where a class of the user's own does not sum."""
-    sum_ = f"return the sum over {communicator.size} ranks, an array like its argument"
-    raise_for_member(communicator, "allreduce", sum_, got)
-
-
-def raise_for_member(communicator: Any, member: str, wanted: str, got: str) -> NoReturn:
-    """Raise where a member of a class of the user's own is not what `Communicator` says."""
+    """Raise if the `allreduce` of a user's own class does not sum."""
     log_and_raise(
         TypeError,
-        f"`{member}` of {type(communicator).__qualname__} must {wanted}: got {got}, on rank "
-        f"{communicator.rank}. Correct this member.",
+        f"`allreduce` of {type(communicator).__qualname__} must return the sum over "
+        f"{communicator.size} ranks, an array like its argument: got {got}, on rank "
+        f"{communicator.rank}. Correct this method.",
     )
 
 

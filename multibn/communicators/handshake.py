@@ -3,22 +3,14 @@
 The first message compares the layers' names, widths and options, and the versions of this package.
 """
 
-import secrets
-from numbers import Integral
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from multibn import _version, wire
-from multibn._typing import Array
-from multibn.communicators.channel import (
-    ChannelCommunicator,
-    HostArray,
-    channel_of,
-    raise_for_kinds,
-)
-from multibn.communicators.communicator import at, check_members, checked_sum, gather, resolved
+from multibn.communicators.channel import channel_of, resolved
+from multibn.communicators.communicator import gather
 from multibn.communicators.diagnostics import (
     display_name,
     group_ranks_by,
@@ -35,7 +27,6 @@ class GroupState:
     """The comparisons of the layers of a group of ranks, equal on all of them."""
 
     def __init__(self) -> None:
-        self.key = secrets.token_hex(8)  # where the ranks have agreed on none
         # Of functions, see `LayerCommunicator.compared`.
         self.compared: Compared = {}
         self.longest = 0  # of the messages that were agreed on
@@ -61,18 +52,18 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     Layers are numbered by their first messages. Collective where the layer has not compared itself
     with so many channels.
     """
-    known = _known_of(group, layer.own_known)
+    known = _known_of(group)
     compared = known.compared if layer.is_function else layer.compared
     channel = channel_of(group)
 
     def key() -> tuple[str, str, int]:
-        return (known.key if channel is None else channel.watchdog.token), layer.name, channels
+        return channel.watchdog.token, layer.name, channels
 
     if key() not in compared:
         options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
         facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
         text = f"the first message of {call}"
-        is_alike, _ = agree(group, "first message", facts, text=text, known=known)
+        is_alike, _ = agree(group, "first message", facts, text=text)
         name = layer.name if is_alike else explained(layer.name, group, options)
         known.count += 1
         known.unread.together = max(known.count, 4)
@@ -81,11 +72,8 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     return *compared[key()], known
 
 
-def _known_of(group: Any, otherwise: GroupState) -> GroupState:
-    try:
-        return _known.setdefault(channel_of(group) or group, GroupState())
-    except TypeError:  # no hash, or no weak references: each layer compares for itself
-        return otherwise
+def _known_of(group: Any) -> GroupState:
+    return _known.setdefault(channel_of(group), GroupState())
 
 
 def agree(
@@ -95,50 +83,17 @@ def agree(
     *,
     text: str = "",
     mark: float = 0.0,
-    known: GroupState | None = None,
 ) -> tuple[bool, float]:
     """Whether all ranks bring equal facts to messages of one kind, and the sum of their marks.
 
-    Raises on all ranks if some are in messages of another kind, a layer's for example: without a
-    channel these would meet in the transport, and so all are as long as the longest that the ranks
-    have agreed on. `text` says to people where this rank is. Collective: one allreduce.
+    Raises on all ranks if some are in messages of another kind, a layer's for example. `text` is
+    for error messages. Collective: one allreduce.
     """
     group = resolved(communicator)
     if group.size == 1:
         return True, mark
-    channel = channel_of(group)
-    if channel is not None:
-        total = channel.compare(np.array([mark]), kind, facts, text)
-        return total is not None, 0.0 if total is None else float(total[0])
-    if not (isinstance(group.rank, Integral) and isinstance(group.size, Integral)):
-        check_members(group)
-    known = known or _known_of(group, GroupState())
-    numbers: HostArray = np.zeros(max(known.longest, wire.HEAD + 1))
-    numbers[: wire.HEAD] = mine = wire.head(wire.fingerprint(kind + facts))
-    numbers[wire.HEAD] = mark
-    summed = checked_sum(numbers, group)
-    head = summed[: wire.HEAD].tolist()
-    if head == [group.size * v for v in mine]:
-        return True, float(summed[wire.HEAD])
-    raise_for_kinds(group, kind, text or kind, head)
-    return False, 0.0
-
-
-def confirm_place(communicator: Any, place: str) -> None:
-    """Raise on all ranks unless all are in this place, before a message that is no layer's.
-
-    A channel tells in the message itself. To a user's own class arrays go as they are, and would be
-    added to a layer's: collective there, one allreduce.
-    """
-    group = resolved(communicator)
-    if not isinstance(group, ChannelCommunicator):
-        agree(group, place)
-
-
-def allreduce_at(communicator: Any, x: Array, place: str) -> Array:
-    """Sum `x` over ranks that are all in this place, which errors name. Collective."""
-    confirm_place(communicator, place)
-    return at(communicator, place).allreduce(x)
+    total = channel_of(group).compare(np.array([mark]), kind, facts, text)
+    return total is not None, 0.0 if total is None else float(total[0])
 
 
 def explained(name: str, group: Any, options: dict[str, str]) -> str:

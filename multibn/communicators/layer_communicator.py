@@ -23,14 +23,9 @@ from multibn.communicators.channel import (
     HostArray,
     channel_of,
     raise_for_kinds,
-)
-from multibn.communicators.communicator import (
-    Communicator,
-    Forwarding,
-    SingleProcess,
-    gather,
     resolved,
 )
+from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
 from multibn.communicators.diagnostics import (
     ALIKE,
     alike,
@@ -77,7 +72,6 @@ class LayerCommunicator(Forwarding):
         self.plans: dict[Any, Any] = {}
         self._plans: dict[str, dict[Any, Any]] = {}  # for options of other moments
         self._elsewhere: dict[Communicator, LayerCommunicator] = {}
-        self.own_known = GroupState()  # of a communicator that no table can hold
 
     @property
     def layer(self) -> "LayerCommunicator":
@@ -268,7 +262,7 @@ class LayerPhase(Forwarding):
         """
         device = like.device
         if device not in self._dtypes:
-            takes = self._size > 1 and (self._channel is None or self._group.takes(like))
+            takes = self._size > 1 and self._group.takes(like)
             self._dtypes[device] = array_namespace(like).float64 if takes else None
         dtype = self._dtypes[device]
         if dtype is None:
@@ -296,8 +290,11 @@ class LayerPhase(Forwarding):
         """Sum a payload that does not stand in the channel's memory."""
         if self._size == 1:
             return x if self._is_alone else self._group.allreduce(x)
-        if self._channel is None or self._group.takes(x):
-            return self._allreduce_array(x, copied)
+        if self._group.takes(x):
+            numbers = from_host(np.zeros(self._length()), x)
+            numbers[: wire.HEAD] = from_host(np.array(self._sent_head), x)
+            numbers[self._in_message] = x
+            return self._on_device(numbers, self._group.allreduce, copied)
         sent = to_host(x)
         if self.name == "forward" and wire.is_refusal(sent):
             self._channel.refuse(self._latest)
@@ -338,28 +335,12 @@ class LayerPhase(Forwarding):
         return wire.head(self._fingerprint)
 
     def _length(self) -> int:
-        """How many numbers a message has that is handed over as an array.
+        """How many numbers a message on a GPU has.
 
-        Without a channel, messages of unlike lengths would meet in the transport. Zeros make every
-        message as long as the longest that the ranks have agreed on.
+        Messages of unlike lengths would meet in the transport. Zeros make every message as long as
+        the longest that the ranks have agreed on.
         """
         return max(self._known.longest, self._in_message.stop)
-
-    def _allreduce_array(self, x: Array, copied: bool) -> Array:
-        """Sum over what is handed arrays: a GPU's transport, or a user's own class."""
-        on_host = is_on_host(x)
-        sent, around = to_host(x) if on_host else x, np.zeros(self._length())
-        refuses = on_host and self.name == "forward" and wire.is_refusal(sent)
-        around[: wire.HEAD] = wire.head(self.mark) if refuses else self._sent_head
-        numbers = from_host(around, sent)
-        numbers[self._in_message] = sent
-        if not on_host:
-            return self._on_device(numbers, self._group.allreduce, copied)
-        summed = self._group.allreduce(numbers)
-        head = summed[: wire.HEAD].tolist()
-        if head != self._expected and not refuses:
-            self._raise_for_places(head)
-        return from_host(summed[self._in_message], x)
 
     def _on_device(self, numbers: Array, reduce: Callable[[Array], Array], copied: bool) -> Array:
         """Sum a message on a GPU; the payload of the sum. The host looks at it later."""
@@ -395,14 +376,15 @@ class LayerPhase(Forwarding):
         `head` is the sum of heads, from which a refusal is known; all ranks see the same.
         """
         layer = self.layer
-        raise_for_kinds(layer.communicator, "layer", str(self), head)
+        raise_for_kinds(self._group, "layer", str(self), head)
         calls = f"{self}", *(f"{self}, {fact}" for fact in self._facts)
-        answers = gather([self._place, *calls], layer.communicator)
+        answers = gather([self._place, *calls], self._group)
         places, texts, gradients, *others = zip(*answers, strict=True)
         if len({*places}) == 1:
-            explained(layer.name, layer.communicator, self.texts)
+            explained(layer.name, self._group, self.texts)
             if len({*gradients}) == 1:
-                raise_for_sum(self._group, f"other numbers in {self}, where all ranks are")
+                own = getattr(self._group, "native", self._group)
+                raise_for_sum(own, f"other numbers in {self}, where all ranks are")
             log_and_raise(
                 RuntimeError,
                 "the ranks differ in whether a backward pass may follow: "

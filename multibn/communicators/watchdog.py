@@ -86,7 +86,8 @@ class Watchdog:
             self._last, self._last_at = text, time.monotonic()
         except BaseException as error:
             if self.failure is None:
-                if isinstance(error, RuntimeError):
+                # A user's own class has no board, and its own words.
+                if isinstance(error, RuntimeError) and self.board is not None:
                     self._lost(str(text), error)
                 self._note_failure(
                     f"rank {self.rank} was interrupted in {text} by {type(error).__name__}, and "

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multibn.communicators import Communicator
-from multibn.communicators.handshake import allreduce_at
+from multibn.communicators.channel import at
 
 #: `Step.batch` on a rank that has no batch left.
 END: Any = object()
@@ -107,7 +107,7 @@ class Lockstep(Iterator[Step]):
         message = np.zeros(size + 1)
         message[rank] = state if error is None else _State.FAILED
         message[-1] = amount
-        summed = allreduce_at(self._communicator, message, self._place)
+        summed = at(self._communicator, self._place).allreduce(message)
         states, total = summed[:-1], int(summed[-1])
         occupied, gone = states == _State.BATCH, np.flatnonzero(states == _State.GONE)
         if error is not None:

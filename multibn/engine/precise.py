@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 from multibn._arrays import array_namespace, device, is_on_host
 from multibn._typing import Array
 from multibn.communicators import Communicator
-from multibn.communicators.communicator import at
-from multibn.communicators.handshake import confirm_place
+from multibn.communicators.channel import at
 from multibn.communicators.nonfinite import layer_of
 from multibn.engine.lockstep import END, Lockstep
 from multibn.engine.plan import Plan
@@ -135,7 +134,6 @@ class PopulationRun(StatisticsTape):
                 advance()
                 if num_samples is not None and samples >= num_samples:
                     break
-            confirm_place(self._communicator, self._title)
             named = at(self._communicator, self._title)
             self._estimates = [v.estimator.estimate(named) for v in self._tracked]
         enough = num_samples is not None and samples >= num_samples

@@ -14,7 +14,7 @@ from multibn import kernels, wire
 from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
-from multibn.communicators.handshake import allreduce_at
+from multibn.communicators.channel import at
 from multibn.engine import masks
 from multibn.engine.statistics import BatchStatistics, Moments, total
 from multibn.kernels import NormArgs, Running, steps
@@ -103,7 +103,7 @@ def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str
         numbers = wire.concat(arrays)
         if not xp.all(xp.isfinite(numbers)):
             numbers = xp.full_like(numbers, wire.mark(communicator.rank))
-        sums = allreduce_at(communicator, numbers, place)
+        sums = at(communicator, place).allreduce(numbers)
         if not abs(sums[-1]) < wire.LARGEST:
             ranks = wire.marked([float(sums[-1])])
             raise FloatingPointError(

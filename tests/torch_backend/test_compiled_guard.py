@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn import SingleProcess
 from multibn.engine import recording, replaying
 from multibn.torch import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import functional
+from tests.helpers.ranks import EqualRanks
 
 NEEDS = "torch"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
@@ -92,13 +92,7 @@ def test_another_default_group_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ddps_join_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Two(SingleProcess):
-        size = 2
-
-        def allreduce(self, x: Any, /) -> Any:
-            return x + x
-
-    layer = SyncBatchNorm(3, process_group=Two())
+    layer = SyncBatchNorm(3, process_group=EqualRanks())
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     call(_input())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -141,20 +135,17 @@ PROGRAM = """
 import json, sys, torch
 from torch import nn
 from torch._dynamo.utils import counters
-from multibn import SingleProcess
 from multibn.torch import SyncBatchNorm
 order, seed, size = sys.argv[1:]
-
-class Twice(SingleProcess):
-    size = int(size)
-    def allreduce(self, x): return x * self.size
+from tests.helpers.ranks import EqualRanks
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         for name in order:
             momentum = 0.1 if name == "a" else 0.5
-            setattr(self, name, SyncBatchNorm(4, momentum=momentum, process_group=Twice()))
+            ranks = EqualRanks(int(size))
+            setattr(self, name, SyncBatchNorm(4, momentum=momentum, process_group=ranks))
     def forward(self, x): return self.b(self.a(x).relu() * 2)
 
 torch.manual_seed(int(seed))
@@ -175,7 +166,11 @@ def test_a_second_start_finds_its_graphs(tmp_path: Path) -> None:
     """A graph from the disk is right with other weights, sizes of the world, orders of layers."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
     rows = [("ab", 0, 1, 0), ("ab", 0, 1, 1), ("ab", 1, 1, 1), ("ab", 0, 3, 1), ("ba", 0, 1, 0)]
     for order, seed, size, hits in rows:
         command = [sys.executable, str(program), order, str(seed), str(size)]

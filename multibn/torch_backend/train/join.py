@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from multibn.communicators import Communicator, CommunicatorLike
-from multibn.communicators.handshake import allreduce_at
+from multibn.communicators.channel import at
 from multibn.engine.lockstep import END, Lockstep
 from multibn.torch_backend.layer.base import check_module
 from multibn.torch_backend.train.synchrony import participants
@@ -143,7 +143,7 @@ class Joined:
         is_stand_in = self.exhausted and self._empty is not None  # the default has no elements
         count = 0 if is_stand_in else losses.numel()
         counts = np.array([count], dtype=np.float64)
-        total = allreduce_at(self.communicator, counts, "the mean of join's losses")
+        total = at(self.communicator, "the mean of join's losses").allreduce(counts)
         factor = 0.0 if is_stand_in else self.communicator.size / max(float(total[0]), 1.0)
         wide = torch.promote_types(losses.dtype, torch.float32)  # the sum of 16 bits may overflow
         return (losses.to(wide).sum() * factor).to(losses.dtype)

@@ -16,9 +16,9 @@ from multibn import wire
 from multibn._arrays import to_host
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.communicators.communicator import at
+from multibn.communicators.channel import at
 from multibn.communicators.diagnostics import display_name, senders
-from multibn.communicators.handshake import agree, allreduce_at
+from multibn.communicators.handshake import agree
 from multibn.engine.consistency import check_equal, common_group, differences
 from multibn.engine.running import pool_running
 from multibn.kernels.steps import as_wide
@@ -176,15 +176,15 @@ def sync_running_stats(
         return flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
 
     def total(a: Tensor) -> Tensor:
-        summed = allreduce_at(communicator, a, "sync_running_stats")
+        summed = at(communicator, "sync_running_stats").allreduce(a)
         is_wrong = ~(summed.abs() < wire.LARGEST_SUM)
         if is_wrong.any():
-            at = int(is_wrong.nonzero()[0])
+            first = int(is_wrong.nonzero()[0])
             names = [name for name, m in layers.items() for _ in range(m.running_mean.numel())]
-            where = senders(summed[at : at + 1].tolist(), communicator.size)
+            where = senders(summed[first : first + 1].tolist(), communicator.size)
             raise FloatingPointError(
                 "running statistics must be finite, and variances not negative: got others in "
-                f"{display_name(names[at] or 'the layer')} on {where}. Restore them from a "
+                f"{display_name(names[first] or 'the layer')} on {where}. Restore them from a "
                 "checkpoint, or recompute them with update_bn_stats."
             )
         return summed
