@@ -14,8 +14,7 @@ whatever their lengths, so that ranks in different places see that in the sum of
 
 Where a rank's moments of a channel are not finite, the payload has the rank's mark in their place:
 a power of two above all finite moments, so that the sum tells which ranks have sent a mark. A rank
-that refuses its input sends marks, also as its weight and in place of its fingerprint, and NaN as
-its count.
+that refuses its input sends its mark in place of the fingerprint.
 """
 
 import math
@@ -30,8 +29,6 @@ from multibn._typing import Array
 
 # Places in a layer's forward payload, after the 2C numbers of the moments.
 WEIGHT, COUNT = 0, 1
-# The count of a rank that refuses its input. A count is never NaN otherwise.
-REFUSED = math.nan
 _NUM_SCALARS = 2  # a layer's weight and count
 HEAD = 2  # numbers before a payload: v and v**2
 # Fingerprints are below 2**20: their squares are then summed exactly in float64 by 8192 ranks.
@@ -103,25 +100,14 @@ def is_refused(head: Sequence[float], /) -> bool:
     return not abs(head[0]) < LARGEST_SUM
 
 
-def is_refusal(summed: Array, /) -> bool:
-    """Whether the sum of forward payloads has the NaN of a rank that refused its input.
-
-    The count is the last number of a payload.
-    """
-    return math.isnan(summed[-1])
-
-
 def mark(rank: int, /) -> float:
     """The number that a rank sends in the place of moments that are not finite."""
     return 2.0 ** (_FIRST_MARK + rank) if rank < _NUM_MARKS else NO_MARK
 
 
 def marks(summed: Any, /) -> list[float]:
-    """The sums of marks in a sum of payloads in host memory: of the ranks that refuse, if any does.
-
-    Otherwise those that stand in place of moments.
-    """
-    numbers = summed[-2:-1] if is_refusal(summed) else summed[:-_NUM_SCALARS]
+    """The sums of marks that stand in place of moments, in a sum of payloads in host memory."""
+    numbers = summed[:-_NUM_SCALARS]
     return numbers[~(np.abs(numbers) < LARGEST_SUM)].tolist()
 
 

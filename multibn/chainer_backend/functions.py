@@ -17,6 +17,7 @@ from multibn import kernels, wire
 from multibn._arrays import array_namespace
 from multibn._typing import Array, check_ints, check_residual
 from multibn.communicators import Communicator
+from multibn.communicators.layer_communicator import refuse
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.resolve import default_group
 from multibn.engine import masks, statistics
@@ -115,7 +116,7 @@ def check_input(
         return axis, masks.as_mask(array, mask, lengths, axis=axis)
     except (TypeError, ValueError, Warning) as error:
         like = np.zeros(()) if like is None else like
-        statistics.refuse(communicator, math.prod(channels), like=like, error=error)
+        refuse(communicator, error, math.prod(channels), like)
         raise
 
 

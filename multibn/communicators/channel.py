@@ -131,8 +131,9 @@ class Channel:
         raise_for_kinds(self, kind, text, head)
         return None
 
-    def refuse(self, text: object = "a refusal") -> None:
+    def send_refusal(self) -> None:
         """Take part in the others' message, whatever it is, as a rank that refuses its input."""
+        text = "a refusal"
         self._open(text)
         self.transport.block[: wire.HEAD] = wire.head(wire.mark(self.rank))
         self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)

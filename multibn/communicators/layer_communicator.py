@@ -32,6 +32,7 @@ from multibn.communicators.diagnostics import (
     display_name,
     group_ranks_by,
     log_and_raise,
+    raise_for_refusal,
     raise_for_sum,
 )
 from multibn.communicators.handshake import Compared, GroupState, explained, handshake
@@ -159,15 +160,28 @@ def during(communicator: Communicator, phase: str, dtype: Any, n: int, /) -> Com
     return communicator
 
 
-def refuse(communicator: Any, error: Exception) -> None:
-    """Tell the other ranks that this one has refused an input, before it raises its own `error`.
+def refuse(
+    communicator: Any,
+    error: Exception | None = None,
+    num_channels: int | None = None,
+    like: Any = None,
+) -> None:
+    """Join the other ranks' message with a rejection, so that they learn that this rank cannot.
 
-    Without a word to those of a communicator that has no channel. Collective.
+    For a rank that finds its input to be invalid, before it raises its own `error`, which becomes a
+    line on stderr: without it the other ranks would wait for this one. Collective. On a GPU,
+    `num_channels` and `like` say which message of a layer the others send.
     """
-    channel = channel_of(resolved(communicator))
-    if channel is not None and channel.size > 1:
+    if communicator.size == 1:
+        return
+    if error is not None:
         nonfinite.log_refusal(communicator, error)
-        channel.refuse()
+    group = resolved(communicator)
+    if num_channels and isinstance(communicator, LayerCommunicator) and group.takes(like):
+        n = wire.forward_payload(num_channels)
+        communicator.during("forward", like.dtype, n, like=like).send_refusal(like)
+    else:
+        channel_of(group).send_refusal()
 
 
 class _Latest(NamedTuple):
@@ -291,22 +305,26 @@ class LayerPhase(Forwarding):
         if self._size == 1:
             return x if self._is_alone else self._group.allreduce(x)
         if self._group.takes(x):
-            numbers = from_host(np.zeros(self._length()), x)
-            numbers[: wire.HEAD] = from_host(np.array(self._sent_head), x)
+            empty = np.zeros(self._length())
+            empty[: wire.HEAD] = self._sent_head
+            numbers = from_host(empty, x)
             numbers[self._in_message] = x
             return self._on_device(numbers, self._group.allreduce, copied)
-        sent = to_host(x)
-        if self.name == "forward" and wire.is_refusal(sent):
-            self._channel.refuse(self._latest)
-            return x  # the caller has an error
         self._calls[0] -= 1  # counted by the call below
         payload = self.buffer()
         assert payload is not None
-        payload[:] = sent
+        payload[:] = to_host(x)
         self.allreduce(payload)
         if not is_on_host(x) and self.name == "forward":  # the caller looks at no numbers on a GPU
             nonfinite.raise_if_nonfinite(self, self.dtype, payload)
         return from_host(payload.copy(), x)
+
+    def send_refusal(self, like: Any) -> None:
+        """Take part in the others' message on a GPU, as a rank that refuses its input."""
+        self._calls[0] += 1
+        numbers = np.full(self._length(), self.mark)  # the others' statistics are NaN, not wrong
+        numbers[: wire.HEAD] = wire.head(self.mark)
+        self._on_device(from_host(numbers, like), self._group.allreduce, copied=False)
 
     def __str__(self) -> str:
         return self._call(self._calls[0])
@@ -359,6 +377,8 @@ class LayerPhase(Forwarding):
         The ranks have gone on since, and may be in the same layer again.
         """
         call, head = self._call(number), summed[: wire.HEAD].tolist()
+        if wire.is_refused(head):
+            raise_for_refusal(self, head[:1], f"an earlier call, {call}")
         if self.name == "forward":
             payload = summed[self._in_message]
             nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=call)

@@ -11,7 +11,6 @@ from multibn.communicators.diagnostics import (
     display_name,
     log_and_raise,
     log_to_stderr,
-    raise_for_refusal,
     senders,
 )
 from multibn.communicators.handshake import agree
@@ -57,8 +56,6 @@ def raise_if_nonfinite(
     """
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
     marks = wire.marks(summed)
-    if wire.is_refusal(summed):
-        raise_for_refusal(communicator, marks, name.rstrip(","))
     if not marks:
         return
     where = senders(marks, communicator.size)

@@ -24,14 +24,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from multibn import kernels, wire
-from multibn._arrays import array_namespace, device, to_host, values
+from multibn._arrays import array_namespace, to_host, values
 from multibn._typing import Array, Weighting
-from multibn.communicators import Communicator, layer_communicator, nonfinite
+from multibn.communicators import Communicator, nonfinite
+from multibn.communicators.channel import resolved
+from multibn.communicators.communicator import Handle
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import NormArgs, steps
 from multibn.kernels.layout import channels
-from multibn.kernels.spec import NOT_FINITE, REFUSED, unpack
+from multibn.kernels.spec import NOT_FINITE, unpack
 
 
 class Moments(NamedTuple):
@@ -133,7 +135,7 @@ def aggregate(
     ValueError
         If `weighting` is unknown.
     RuntimeError
-        On every rank, if another rank called `refuse` (host arrays only).
+        On every rank, if another rank rejected its input (host arrays only).
     FloatingPointError
         On every rank, if the moments of one are not finite (host arrays only).
 
@@ -148,6 +150,8 @@ def aggregate(
     """
     mean, meansqr, count, num_samples = moments
     weight = masks.rank_weight(count, num_samples, weighting)
+    if not isinstance(communicator, Handle):
+        communicator = resolved(communicator)
     mark = wire.mark(communicator.rank)
     payload = steps.pack(mean, meansqr, weight, count, mark)
     return total(payload, mean.shape, weight, count, communicator)
@@ -161,7 +165,7 @@ def total(
     sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # the kernels normalize, too
     args = NormArgs(sample, None, None, 1.0, (0,))
     _, batch, state = kernels.select(payload).finish_forward(args, summed, weight, count)
-    if state in (REFUSED, NOT_FINITE):
+    if state == NOT_FINITE:
         raise_for(state, communicator, summed, summed)
     return unpack(batch)
 
@@ -171,7 +175,7 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
 
     Returns only where the batch is not finite, and to be skipped.
     """
-    if state in (REFUSED, NOT_FINITE):
+    if state == NOT_FINITE:
         sums = to_host(values(summed))  # several under vmap, of this process alone
         nonfinite.raise_if_nonfinite(communicator, x.dtype, sums.reshape(-1, sums.shape[-1]).max(0))
         return
@@ -181,28 +185,6 @@ def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -
         f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, leave out the last "
         "one (drop_last=True), or evaluate with running statistics."
     )
-
-
-def refuse(
-    communicator: Communicator, num_channels: int, /, *, like: Array, error: Exception | None = None
-) -> None:
-    """Join the other ranks' `aggregate` with a rejection, so that they learn that this rank cannot.
-
-    Call it when this rank's input is invalid, before raising `error`, which is logged on stderr;
-    otherwise the other ranks would hang. Arrays are created on the device of `like`. Collective:
-    matches one `aggregate` of `num_channels` channels on the other ranks.
-    """
-    if communicator.size == 1:
-        return
-    if error is not None:
-        nonfinite.log_refusal(communicator, error)
-    xp = array_namespace(like)
-    wide = steps.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
-    shape = (wire.forward_payload(num_channels),)
-    mark = wire.mark(communicator.rank)
-    payload = xp.full(shape, mark, dtype=wide.dtype, device=device(wide))
-    payload[-1] = wire.REFUSED  # the count
-    layer_communicator.during(communicator, "forward", like.dtype, *shape).allreduce(payload)
 
 
 def not_floating(x: Array) -> TypeError:

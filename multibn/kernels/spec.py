@@ -8,7 +8,7 @@ from multibn._typing import Array, RunningVar
 # The states of a message, from `finish_forward`. On a GPU, where reading would wait, a sum counts
 # as right, but for `ONE_VALUE` where this rank has at most one value per channel. `CANCELLED`: a
 # variance has lost its digits beside the square of the mean.
-OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED = 0, 1, 2, 3, 4
+OK, NOT_FINITE, ONE_VALUE, CANCELLED = 0, 2, 3, 4
 # Below this `(var + eps) / mean**2`, for float64 inputs and for others, a variance is cancelled.
 # Above it, the rounding error of sums, 2**-52, leaves 12 digits of the output, or float32's.
 MIN_RELATIVE_VARIANCE = 2.0**-13, 2.0**-27

@@ -21,7 +21,6 @@ from multibn.kernels.spec import (
     NOT_FINITE,
     OK,
     ONE_VALUE,
-    REFUSED,
     BatchStatistics,
     Gradient,
     NormArgs,
@@ -89,11 +88,8 @@ def state_of(summed: Array, count: float | Array, /) -> int:
         return OK
     xp = array_namespace(summed)
     total = xp.reshape(values(summed[-1]), (-1,))[0]
-    if _is_readable(summed):
-        if bool(xp.isnan(total)):
-            return REFUSED
-        if not bool(_is_finite(values(summed))):
-            return NOT_FINITE
+    if _is_readable(summed) and not bool(_is_finite(values(summed))):
+        return NOT_FINITE
     # Every rank has at most one value if all have one together: only then is the count read. A
     # count of a mask on a GPU is never read.
     return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else OK

@@ -16,6 +16,7 @@ import pytest
 from multibn import wire
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import channel as _channel
+from multibn.communicators.layer_communicator import refuse
 from multibn.communicators.watchdog import PATIENCE
 from multibn.engine import consistency
 from tests.communicators import conformance
@@ -376,7 +377,7 @@ def check_a_refused_input_is_told_in_any_message(world: Communicator) -> None:
     ]
     for send, told in others:
         if world.rank == 1:
-            layers[0].allreduce(np.full(8, np.nan))  # the rank that refuses has an error of its own
+            refuse(layers[0].layer)  # the rank that refuses has an error of its own
         else:
             with pytest.raises(RuntimeError, match="cannot go on") as raised:
                 send()

@@ -14,7 +14,7 @@ import pytest
 
 from multibn import SingleProcess, wire
 from multibn.communicators.handshake import agree
-from multibn.communicators.layer_communicator import LayerCommunicator
+from multibn.communicators.layer_communicator import LayerCommunicator, refuse
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.unread import begin_copy, is_captured, on_stream
 from multibn.engine.consistency import check_equal
@@ -231,7 +231,7 @@ def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
             with pytest.raises(RuntimeError) as raised:
                 agree(own, "average_gradients")
             return str(raised.value)
-        phase.allreduce(np.full(LENGTH, np.nan))  # the rank that refuses raises by itself
+        refuse(phase.layer)  # the rank that refuses raises by itself
         return ""
 
     error = run_ranks(2, work)[1]
@@ -245,7 +245,7 @@ def test_a_refused_input_meets_a_layer_of_another_width() -> None:
         for n, phase in enumerate(phases):
             phase.allreduce(np.ones(LENGTH + 2 * n))
         if world.rank:
-            phases[0].allreduce(np.full(LENGTH, np.nan))
+            refuse(phases[0].layer)
             return ""
         with pytest.raises(RuntimeError) as raised:
             phases[1].allreduce(np.ones(LENGTH + 2))
@@ -383,23 +383,32 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
             id="a rank whose input is not finite is named by every rank",
         ),
         pytest.param(
-            np.nan,
+            None,
             RuntimeError,
-            r"^rank {rank} cannot go on, in an earlier call, bn \(forward, float32, call 1\): an "
-            r"input was refused on some rank\. The error raised there says why\.$",
+            r"^rank {rank} cannot go on, in an earlier call, bn \(forward, .*, call 1\): an "
+            r"input was refused on rank\(s\) \[1\] of 2\. The error raised there says why\.$",
             id="a refusal is told to every rank",
         ),
     ],
 )
 @pytest.mark.parametrize("copied", [(False, False), (True, True), (False, True), (True, False)])
 def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
-    ones: Any, copied: tuple[bool, bool], spoiled: float, kind: type[Exception], expected: str
+    ones: Any,
+    copied: tuple[bool, bool],
+    spoiled: float | None,
+    kind: type[Exception],
+    expected: str,
 ) -> None:
     """Eager layers and compiled ones behave alike, also where one follows the other."""
 
     def work(world: ThreadCommunicator) -> None:
         layer, other = (Phase(world, "bn", copied=each) for each in copied)
-        layer.allreduce(ones(LENGTH) + (spoiled if world.rank == 1 else 0.0))
+        if world.rank == 0:
+            layer.allreduce(ones(LENGTH))
+        elif spoiled is None:
+            refuse(layer.layer, None, C, ones(1))
+        else:
+            layer.allreduce(ones(LENGTH) + spoiled)
         for _ in range(2 * TOGETHER):
             other.allreduce(ones(LENGTH))
 

@@ -11,13 +11,13 @@ import pytest
 
 from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
+from multibn.communicators.layer_communicator import refuse
 from multibn.engine import PopulationEstimator, statistics
 from multibn.engine.masks import WEIGHTINGS, rank_weight
 from multibn.engine.plan import Plan
 from multibn.engine.statistics import (
     aggregate,
     local_moments,
-    refuse,
 )
 from multibn.kernels import Gradient, NormArgs
 from multibn.kernels.spec import unpack
@@ -191,18 +191,18 @@ def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
 
 
 def test_a_refusal_reaches_the_other_ranks() -> None:
-    """Also one whose own moments are not finite, and who is not said to refuse."""
+    """Also a rank whose own moments are not finite, which is not said to refuse."""
 
     def step(communicator: ThreadCommunicator) -> None:
         x = np.full((2, C), np.nan)
         if communicator.rank in (0, 2):
-            refuse(communicator, C, like=x)
+            refuse(communicator)
         else:
             with pytest.raises(RuntimeError, match=r"rank 1 cannot go on.*rank\(s\) \[0, 2\] of 3"):
                 aggregate(local_moments(x), communicator)
 
     run_ranks(3, step)
-    refuse(SingleProcess(), C, like=np.ones(1))  # nobody to tell
+    refuse(SingleProcess())  # nobody to tell
 
 
 def test_a_population_has_the_statistics_of_its_batches_as_one(xp: Any) -> None:

@@ -183,7 +183,7 @@ class _CountingChannel:
 
     def __init__(self, inner: Channel, counting: CountingCommunicator) -> None:
         self._inner, self._counting = inner, counting
-        self.size, self.watchdog, self.refuse = inner.size, inner.watchdog, inner.refuse
+        self.size, self.watchdog, self.send_refusal = inner.size, inner.watchdog, inner.send_refusal
 
     def compare(self, a: HostArray, kind: str, *facts: str) -> HostArray | None:
         if kind == "first message":

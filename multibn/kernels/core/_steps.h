@@ -32,7 +32,7 @@ static void put(const double *restrict numbers, int64_t n, Parameter array)
 }
 
 enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see wire.py */
-enum { OK, REFUSED, NOT_FINITE, ONE_VALUE, CANCELLED }; /* states of a message: see spec.py */
+enum { OK, NOT_FINITE = 2, ONE_VALUE, CANCELLED }; /* states of a message: see spec.py */
 
 static const double LARGEST = 0x1p940, LARGEST_SUM = 0x1p960; /* see wire.py */
 
@@ -74,7 +74,7 @@ static int unpack(const double *summed, const Statistics *s, int64_t C, double w
     }
     *total_count = summed[2 * C + COUNT];
     *element_weight = weight / ((count > 1 ? count : 1) * divisor);
-    return isnan(*total_count) ? REFUSED : state;
+    return state;
 }
 
 static double std_of(const Statistics *s, int64_t c) { return sqrt(s->var[c] + s->eps); }

@@ -179,18 +179,11 @@ def check_options(args: NormArgs) -> None:
 def raise_on_all_ranks(
     error: Exception, x: Any, num_channels: int | None, communicator: Communicator
 ) -> NoReturn:
-    """Raise `error`, and let the other ranks raise too. Collective.
-
-    Over a communicator without a channel, the message that the other ranks expect has a length that
-    depends on the channels: where nobody knows these, this rank raises alone.
-    """
+    """Raise `error`, and let the other ranks raise too. Collective."""
     is_tensor = isinstance(x, Tensor)
     if not num_channels and is_tensor and not x.is_nested and x.ndim > 1:
         num_channels = x.shape[1]
-    if num_channels:
-        where = x.device if is_tensor and not x.is_meta else "cpu"
-        like = torch.empty(0, dtype=torch.float32, device=where)
-        statistics.refuse(communicator, num_channels, like=like, error=error)
-    else:
-        layer_communicator.refuse(communicator, error)
+    where = x.device if is_tensor and not x.is_meta else "cpu"
+    like = torch.empty(0, dtype=torch.float32, device=where)
+    layer_communicator.refuse(communicator, error, num_channels, like)
     raise error
