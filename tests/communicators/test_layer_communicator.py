@@ -434,33 +434,6 @@ def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(ones: Any) -> No
     _check_equal({}, SingleProcess())
 
 
-@on_a_gpu
-def test_no_event_is_waited_for_while_a_graph_is_captured(
-    ones: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver refuses such a call, and the capture fails."""
-    import cupy
-
-    def refuse() -> None:
-        raise RuntimeError("cudaErrorStreamCaptureUnsupported")
-
-    event = SimpleNamespace(record=lambda: None, synchronize=refuse)
-    monkeypatch.setattr(cupy.cuda, "Event", lambda: event)
-    stream = cupy.cuda.get_current_stream()
-    capturing = [False]
-    monkeypatch.setattr(stream, "is_capturing", lambda: capturing[0])
-
-    def work(world: ThreadCommunicator) -> None:
-        layer = Phase(world, "bn")
-        layer.allreduce(ones(LENGTH))
-        world.allreduce(np.zeros(1))
-        capturing[0] = True
-        for _ in range(2):
-            layer.allreduce(ones(LENGTH))
-
-    run_ranks(2, work)
-
-
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes tensors that say they are on a GPU, with stand-ins for torch's events and streams."""

@@ -107,7 +107,7 @@ class EqualRanks(ChannelCommunicator):
         return True
 
     def allreduce_on_device(self, x: Any, /) -> Any:
-        return x * self.size
+        return sum([x] * (self.size - 1), start=x)  # a stand-in for CuPy's arrays only adds
 
     def split(self, color: int, key: int = 0) -> "EqualRanks":
         return self

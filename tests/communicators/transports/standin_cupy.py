@@ -45,16 +45,13 @@ class ndarray:
     def reshape(self, *shape: Any) -> "ndarray":
         return ndarray(self._a.reshape(*shape))
 
-    def get(self, out: Any = None, blocking: bool = True) -> Any:
-        if out is None:
-            return self._a.copy()
-        out[...] = self._a
-        return out
+    def get(self) -> Any:
+        return self._a.copy()
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[Any]:
-    """`cupy` and `cupyx` in sys.modules, with arrays that array_api_compat knows as CuPy's."""
+    """`cupy` in sys.modules, with arrays that array_api_compat knows as CuPy's."""
     cupy: Any = types.ModuleType("cupy")
     cupy.ndarray, cupy.float64 = ndarray, np.float64
     cupy.asarray = lambda a, dtype=None: ndarray(getattr(a, "_a", a))
@@ -69,15 +66,12 @@ def installed() -> Iterator[Any]:
     nccl.NCCL_SUM = "sum"
     for kind in ("INT32", "INT64", "FLOAT16", "FLOAT32", "FLOAT64"):
         setattr(nccl, f"NCCL_{kind}", kind.lower())
-    stream = SimpleNamespace(ptr=STREAM, is_capturing=lambda: False)
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    stream = SimpleNamespace(ptr=STREAM)
     cuda: Any = types.ModuleType("cupy.cuda")
     cuda.nccl, cuda.Device = nccl, contextlib.nullcontext
-    cuda.Event, cuda.get_current_stream = lambda: event, lambda: stream
+    cuda.get_current_stream = lambda: stream
     cupy.cuda = cuda
-    cupyx: Any = types.ModuleType("cupyx")
-    cupyx.empty_pinned = np.empty
-    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupyx": cupyx}
+    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
     assert not modules.keys() & sys.modules.keys(), "CuPy is installed: test with that"
     sys.modules.update(modules)
     _arrays._namespaces[ndarray] = cupy
