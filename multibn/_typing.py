@@ -14,6 +14,7 @@ import numpy as np
 # Any array of the array API standard: NumPy, torch, CuPy, array-api-strict... The standard has no
 # type of its own that a checker could hold the libraries to.
 Array: TypeAlias = Any
+HostArray: TypeAlias = np.ndarray[Any, Any]
 
 Weighting: TypeAlias = Literal["element", "sample", "rank"]
 RunningVar: TypeAlias = Literal["unbiased_global", "unbiased_local", "biased"]

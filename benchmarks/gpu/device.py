@@ -42,8 +42,8 @@ class _EqualChannel(Channel):
 
     def __init__(self) -> None:
         transport: Any = SimpleNamespace(rank=0, size=2)
+        transport.close = transport.end_process = lambda **_: None
         super().__init__(transport)
-        self.abandon()
 
     def compare(self, a: HostArray, *facts: str) -> HostArray:
         return 2 * a

@@ -3,26 +3,26 @@
 All messages of a group begin with a part in one memory, the transport's block, which every rank
 sends: the head, by which all ranks see at once whether they are in the same place, and as many
 numbers as the block has room for. Only where the heads agree does the rest of a long message
-follow. A transport moves bytes; all else stands here once: deadlines and notices (see `watchdog`),
-and the end of the program.
+follow. A transport moves bytes; all else stands here once. `watchdog` has the deadlines and
+notices, `exit` the end of the program.
 """
 
-import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from numbers import Integral
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias, cast
-from weakref import WeakSet, finalize, ref
+from typing import Any, TypeAlias, cast
+from weakref import finalize, ref
 
 import numpy as np
 
 from multibn import wire
 from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array
+from multibn._typing import HostArray as HostArray
 from multibn.communicators.communicator import Communicator, Forwarding, Handle, gather
 from multibn.communicators.diagnostics import (
     ALIKE,
@@ -30,13 +30,12 @@ from multibn.communicators.diagnostics import (
     log_and_raise,
     raise_for_refusal,
     raise_for_sum,
-    uncaught,
 )
+from multibn.communicators.exit import watch, watched_channels
 from multibn.communicators.polling import Poll, chain
-from multibn.communicators.status_board import StatusBoard
-from multibn.communicators.watchdog import Watchdog
+from multibn.communicators.unread import Unread
+from multibn.communicators.watchdog import StatusBoard, Watchdog
 
-HostArray: TypeAlias = np.ndarray[Any, Any]
 # Begins to sum an array over the ranks, in place; None if that is done already.
 Begin: TypeAlias = Callable[[], Poll | None]
 
@@ -68,41 +67,41 @@ class Transport(ABC):
     def prepare(self, a: HostArray) -> Begin:
         """Return what begins to sum `a`, of one dtype and shape on all ranks, in its memory."""
 
-    def close(self, *, failed: bool) -> None:  # noqa: B027
-        """Let go of threads and connections: the group or the program ends, or this is a fork.
+    def close(self, *, failed: bool, at_exit: bool = False) -> None:  # noqa: B027
+        """Release threads and connections: the group or the program ends, or this is a fork.
 
-        After a failure, and in a fork, a message may be under way, and other ranks hear nothing.
+        After a failure, and in a fork, a message may still be pending, and nothing is sent.
         """
 
-    def free(self) -> None:  # noqa: B027
-        """The user has destroyed the group; no message has failed, and `close` follows."""
-
-    def end(self, *, failed: bool) -> None:  # noqa: B027
+    def end_process(self, *, failed: bool) -> None:  # noqa: B027
         """The program ends, and all groups were closed.
 
         After an error: end the other ranks where they would wait for ever.
         """
 
 
-class Buffer(NamedTuple):
-    """Memory for payloads of one length, and what begins to sum a head and a payload."""
-
-    head: memoryview  # of wire.HEAD numbers
-    payload: HostArray
-    begin: Begin
+# Memory for a head and for payloads of one length, and a function that begins to sum the two.
+Buffer: TypeAlias = tuple[memoryview, HostArray, Begin]
+# By a token of the group, a layer's own name and its channels: the name on all ranks, and the
+# number by the first message.
+Compared: TypeAlias = dict[tuple[str, str, int], tuple[str, int]]
 
 
 class Channel:
-    """The messages of one group of processes, which all handles of the group share."""
+    """One group of processes: its messages and their state, which all handles share."""
 
     def __init__(self, transport: Transport) -> None:
-        _leave_at_exit()
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.watchdog = Watchdog(self.rank, self.size)
         self.carrier = ""  # of the messages, "shared memory" for example; none before the first
         self._buffers: dict[int, Buffer] = {}  # by the length of payloads
-        _channels.add(self)
+        # Equal on all ranks:
+        self.compared: Compared = {}  # of functions, see `LayerCommunicator.compared`
+        self.num_first_messages = 0
+        self.longest = 0  # of the messages that the ranks have agreed on
+        self.unread = Unread()  # messages that GPUs have summed
+        watch(self)
 
     def allreduce(self, a: HostArray, place: str = "") -> HostArray:
         """The sum of `a` over the ranks, a new array; people read the `place`. Collective."""
@@ -139,7 +138,7 @@ class Channel:
         self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)
 
     def buffer(self, n: int, text: object) -> Buffer:
-        """Memory for payloads of `n` numbers; `watchdog.wait(buffer.begin, ...)` sums them.
+        """Memory for payloads of `n` numbers; `watchdog.wait(begin, ...)` sums them.
 
         All messages of the group share the memory. Collective at the group's first message.
         """
@@ -151,7 +150,7 @@ class Channel:
             if payload.size < n:
                 payload = np.zeros(n)
                 begin = self._prepare(payload)
-            self._buffers[n] = Buffer(head, payload, begin)
+            self._buffers[n] = head, payload, begin
         return self._buffers[n]
 
     def abandon_after_fork(self) -> None:
@@ -166,9 +165,9 @@ class Channel:
 
     def abandon(self) -> None:
         """No rank waits for this group any more; the end of the program need not mention it."""
-        _channels.discard(self)
+        watched_channels.discard(self)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """The user has destroyed the group: free memory and connections."""
         self.abandon()
         failed = self.watchdog.failure is not None
@@ -176,7 +175,6 @@ class Channel:
         self._buffers.clear()
         if not failed:  # nor in a fork, which has failed
             self.watchdog.failure = "its process group was destroyed. Give the layer another one."
-            self.transport.free()
         self.transport.close(failed=failed)
 
     def _open(self, text: object) -> None:
@@ -260,14 +258,36 @@ class ChannelCommunicator(Handle, ABC):
         return self.allreduce_on_device(x)
 
 
-class _OwnTransport(Transport):
-    """Messages of a communicator class of a user's own, whose `allreduce` waits by itself."""
+class _Own(ChannelCommunicator, Transport):
+    """A communicator of a user's own class, whose `allreduce` waits by itself.
+
+    Arrays in host memory travel through a channel; others are handed over as they are.
+    """
 
     def __init__(self, find: Callable[[], Any]) -> None:
         own = find()
         self.rank, self.size, self.carrier = own.rank, own.size, type(own).__qualname__
         self._find = find
         self.block = np.zeros(wire.length(_WIDEST))
+        self._channel = Channel(self)
+
+    @property
+    def channel(self) -> Channel:
+        return self._channel
+
+    @property
+    def native(self) -> Any:
+        """The object of the user's class."""
+        return self._find()
+
+    def takes(self, x: Array, /) -> bool:
+        return not is_on_host(x)
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        return cast(Array, self.native.allreduce(x))
+
+    def split(self, color: int, key: int = 0) -> Any:
+        return self.native.split(color, key)
 
     def check(self) -> None:
         members = [v if isinstance(v, Integral) else np.nan for v in (self.rank, self.size)]
@@ -295,7 +315,7 @@ class _OwnTransport(Transport):
         a[:n] = self._sum(a)[:n]
 
     def _sum(self, a: HostArray) -> HostArray:
-        own = self._find()
+        own = self.native
         summed = own.allreduce(a.copy())
         if (type(summed), getattr(summed, "dtype", None)) != (np.ndarray, a.dtype) or (
             summed.shape != a.shape
@@ -306,40 +326,6 @@ class _OwnTransport(Transport):
 
 _EXACT = 1 + 2.0**-40  # a number that float32 has not
 _WIDEST = 2048  # channels of a layer whose message over a user's own class is one sum
-
-
-class _Own(ChannelCommunicator):
-    """A communicator of a user's own class, with a channel for arrays in host memory."""
-
-    def __init__(self, find: Callable[[], Any]) -> None:
-        self._find = find
-        self._channel = Channel(_OwnTransport(find))
-
-    @property
-    def channel(self) -> Channel:
-        return self._channel
-
-    @property
-    def rank(self) -> int:
-        return int(self.native.rank)
-
-    @property
-    def size(self) -> int:
-        return int(self.native.size)
-
-    def takes(self, x: Array, /) -> bool:
-        return not is_on_host(x)
-
-    def allreduce_on_device(self, x: Array, /) -> Array:
-        return cast(Array, self.native.allreduce(x))
-
-    def split(self, color: int, key: int = 0) -> Any:
-        return self.native.split(color, key)
-
-    @property
-    def native(self) -> Any:
-        """The object of the user's class."""
-        return self._find()
 
 
 _own: dict[int, _Own] = {}  # by the ids of users' objects
@@ -380,6 +366,15 @@ def channel_of(group: Any, /) -> Any:
     return group.channel if isinstance(group, ChannelCommunicator) else None
 
 
+def look_at_unread() -> None:
+    """Look at all messages that GPUs have summed: at a run's last ones no later call looks.
+
+    Not collective. Raises as the layers do, on all ranks that took part in a message.
+    """
+    for channel in list(watched_channels):
+        channel.unread.look()
+
+
 def spin_seconds(num_ranks: int = 1) -> float:
     """How long a rank that waits only offers its core, and wakes without delay.
 
@@ -392,41 +387,3 @@ def spin_seconds(num_ranks: int = 1) -> float:
     # Linux alone says on which cores a process may run.
     cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     return 2e-4 if num_ranks > len(cores) else 0.1
-
-
-def after_fork(function: Callable[[], object]) -> None:
-    """Call `function` in each forked child of this process, where the system has forks."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=function)
-
-
-_channels: WeakSet[Channel] = WeakSet()
-
-
-@cache
-def _leave_at_exit() -> None:
-    # At the first use and not before: handlers run last in, first out, and this one needs the
-    # libraries that move bytes.
-    atexit.register(_leave)
-
-
-def _after_fork() -> None:
-    """Let a forked child say nothing in its parent's name, not even at its end."""
-    for channel in list(_channels):
-        channel.abandon_after_fork()
-
-
-after_fork(_after_fork)
-
-
-def _leave() -> None:
-    """Leave all groups at exit: no rank may be left to wait for this process."""
-    every = list(_channels)
-    error = uncaught()
-    failed = error is not None or any(channel.watchdog.failure for channel in every)
-    for channel in every:
-        channel.watchdog.leave(error)
-    for channel in every:
-        channel.transport.close(failed=channel.watchdog.failure is not None)
-    for channel in every:
-        channel.transport.end(failed=failed)

@@ -3,8 +3,7 @@
 The first message compares the layers' names, widths and options, and the versions of this package.
 """
 
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 
@@ -16,45 +15,16 @@ from multibn.communicators.diagnostics import (
     group_ranks_by,
     log_and_raise,
 )
-from multibn.communicators.unread import Unread
-
-# By the key of a group, a layer's own name and its channels: the name on all ranks, and the number
-# by the first message.
-Compared: TypeAlias = dict[tuple[str, str, int], tuple[str, int]]
 
 
-class GroupState:
-    """The comparisons of the layers of a group of ranks, equal on all of them."""
-
-    def __init__(self) -> None:
-        # Of functions, see `LayerCommunicator.compared`.
-        self.compared: Compared = {}
-        self.longest = 0  # of the messages that were agreed on
-        self.unread = Unread()  # messages that GPUs have summed
-        self.count = 0  # of first messages
-
-
-_known: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
-
-
-def look_at_unread() -> None:
-    """Look at all messages that GPUs have summed: at a run's last ones no later call looks.
-
-    Not collective. Raises as the layers do, on all ranks that took part in a message.
-    """
-    for known in list(_known.values()):
-        known.unread.look()
-
-
-def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str, int, GroupState]:
-    """The layer's name and number among these ranks, and what else they know.
+def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str, int]:
+    """Return the layer's name and number among these ranks.
 
     Layers are numbered by their first messages. Collective where the layer has not compared itself
     with so many channels.
     """
-    known = _known_of(group)
-    compared = known.compared if layer.is_function else layer.compared
     channel = channel_of(group)
+    compared = channel.compared if layer.is_function else layer.compared
 
     def key() -> tuple[str, str, int]:
         return channel.watchdog.token, layer.name, channels
@@ -65,15 +35,12 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
         text = f"the first message of {call}"
         is_alike, _ = agree(group, "first message", facts, text=text)
         name = layer.name if is_alike else explained(layer.name, group, options)
-        known.count += 1
-        known.unread.together = max(known.count, 4)
-        known.longest = max(known.longest, wire.length(channels))
-        compared[key()] = str(name), known.count
-    return *compared[key()], known
-
-
-def _known_of(group: Any) -> GroupState:
-    return _known.setdefault(channel_of(group), GroupState())
+        channel.num_first_messages += 1
+        channel.unread.together = max(channel.num_first_messages, 4)
+        channel.longest = max(channel.longest, wire.length(channels))
+        compared[key()] = str(name), channel.num_first_messages
+    found: tuple[str, int] = compared[key()]
+    return found
 
 
 def agree(

@@ -20,6 +20,7 @@ from multibn.communicators import nonfinite
 from multibn.communicators.channel import (
     Begin,
     ChannelCommunicator,
+    Compared,
     HostArray,
     channel_of,
     raise_for_kinds,
@@ -35,7 +36,7 @@ from multibn.communicators.diagnostics import (
     raise_for_refusal,
     raise_for_sum,
 )
-from multibn.communicators.handshake import Compared, GroupState, explained, handshake
+from multibn.communicators.handshake import explained, handshake
 from multibn.communicators.unread import COPIED, Summed, is_captured, stream_of
 from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
@@ -200,7 +201,6 @@ class LayerPhase(Forwarding):
     have not compared their layers.
     """
 
-    _known: GroupState
     _facts: tuple[str, ...]  # by which layers of one name may differ, for people
     _place: str
     _fingerprint: float
@@ -343,7 +343,7 @@ class LayerPhase(Forwarding):
         self.kind += layer.detail(channels)
         call = self._call(self._calls[0] + 1)
         with on_device_of(like):
-            name, number, self._known = handshake(layer, self._group, channels, call)
+            name, number = handshake(layer, self._group, channels, call)
         self._facts = self.gradients, width, f"{width}, layer {number} by the first call"
         self._place = f"{name} {self.name}: {self._facts[-1]} {self.kind}"
         facts = f"{self._place} {self.gradients}"
@@ -358,17 +358,17 @@ class LayerPhase(Forwarding):
         Messages of unlike lengths would meet in the transport. Zeros make every message as long as
         the longest that the ranks have agreed on.
         """
-        return max(self._known.longest, self._in_message.stop)
+        return max(self._channel.longest, self._in_message.stop)
 
     def _on_device(self, numbers: Array, reduce: Callable[[Array], Array], copied: bool) -> Array:
         """Sum a message on a GPU; the payload of the sum. The host looks at it later."""
         if is_captured(numbers):
             return reduce(numbers)[self._in_message]
-        self._known.unread.look_if_due(COPIED if copied else None)
+        self._channel.unread.look_if_due(COPIED if copied else None)
         summed = reduce(numbers)
         kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
         phase, number = self._latest.phase, self._calls[0]
-        self._known.unread.keep(Summed(phase, number, summed, self._expected, kind))
+        self._channel.unread.keep(Summed(phase, number, summed, self._expected, kind))
         return summed[self._in_message]
 
     def check(self, summed: HostArray, number: int) -> None:

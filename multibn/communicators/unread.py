@@ -9,8 +9,7 @@ import numpy as np
 
 from multibn import wire
 from multibn._arrays import array_namespace, on_device_of, to_host
-from multibn._typing import Array
-from multibn.communicators.channel import HostArray
+from multibn._typing import Array, HostArray
 
 # The kind of a message of compiled code, which may be in the memory of a CUDA graph: torch raises
 # where something is kept of that, also of what a look makes there.

@@ -13,12 +13,11 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from multibn._platform import pid_space, process_state, this_machine
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.communicators.polling import Poll
-from multibn.communicators.status_board import RankLostError, Status, StatusBoard
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
@@ -33,6 +32,40 @@ _RESTART = (
     "destroy_process_group() and init_process_group() with a new store, init_method='file://' and "
     "the path of a new file for example; with MPI, give the layers comm.Dup()."
 )
+
+
+class Status(NamedTuple):
+    """A word of a rank for the others, which JSON can hold."""
+
+    state: str  # "waits", "looks" for a lost rank, "failed" or "left"
+    completed: int  # how many collectives the rank has completed
+    text: str  # where the rank waits, for people, or what went wrong
+
+
+class StatusBoard(Protocol):
+    """Where ranks leave notices for each other; never blocks for long."""
+
+    def publish(self, notice: Status, /) -> None:
+        """Leave the latest notice of this rank."""
+
+    def read(self) -> dict[int, Status]:
+        """The latest notice of each other rank that has left one."""
+
+    def close(self) -> None:
+        """Finish publishing before the process ends."""
+        return
+
+
+class RankLostError(RuntimeError):
+    """A rank sends no more, as a transport has seen: its process has ended, or it `has_left`.
+
+    A rank that has left has let go of the group in order, while this one waits for its message.
+    """
+
+    def __init__(self, rank: int, *, has_left: bool = False) -> None:
+        what = f"rank {rank} has left" if has_left else f"the process of rank {rank} has ended"
+        super().__init__(what)
+        self.rank, self.has_left = rank, has_left
 
 
 class Peer(NamedTuple):
@@ -95,7 +128,7 @@ class Watchdog:
                 )
             raise
 
-    def leave(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Tell the others that this process ends, by an `error` or in order."""
         if self.failure is None and self.board is not None:
             if error is None or isinstance(error, SystemExit):

@@ -14,10 +14,10 @@ from multibn._arrays import to_host
 from multibn._platform import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, Group, SingleProcess, as_communicator
-from multibn.communicators.channel import at
+from multibn.communicators.channel import at, look_at_unread
 from multibn.communicators.communicator import gather, identity
 from multibn.communicators.diagnostics import senders
-from multibn.communicators.handshake import agree, look_at_unread
+from multibn.communicators.handshake import agree
 from multibn.communicators.resolve import default_group
 
 _MAX_LISTED = 8  # names, arrays or ranks in an error message

@@ -18,11 +18,11 @@ PACKAGE = ROOT / "multibn"
 FLOORS = """
 _typing _version _platform registry
 options checkpoint.flax_variables
-_arrays checkpoint.files communicators.status_board
+_arrays checkpoint.files
 wire communicators.communicator communicators.diagnostics communicators.polling
-checkpoint communicators.watchdog
+checkpoint communicators.watchdog communicators.exit communicators.unread
 communicators.channel
-communicators.handshake communicators.nonfinite communicators.resolve communicators.unread
+communicators.handshake communicators.nonfinite communicators.resolve
 communicators.transports communicators.layer_communicator
 communicators kernels.spec kernels.layout kernels.core
 kernels.steps kernels.triton.steps

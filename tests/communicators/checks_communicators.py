@@ -15,7 +15,7 @@ import pytest
 
 from multibn import wire
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators import channel as _channel
+from multibn.communicators.exit import watched_channels
 from multibn.communicators.layer_communicator import refuse
 from multibn.communicators.watchdog import PATIENCE
 from multibn.engine import consistency
@@ -148,20 +148,17 @@ def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -
     phase = Phase(world, "bn")
     mark = wire.mark(world.rank)
     with standin_cupy.installed() as cupy:
-        for last, kind, expected in (
-            (1.0, FloatingPointError, r"of bn are not finite: .* on rank\(s\) \[1\] of"),
-            (
-                np.nan,
-                RuntimeError,
-                r"in bn \(forward, .*\): an input was refused on rank\(s\) \[1\] of",
-            ),
+        payload = np.full(8, mark if world.rank == 1 else 1.0)
+        with pytest.raises(
+            FloatingPointError, match=r"of bn are not finite: .* rank\(s\) \[1\] of"
         ):
-            payload = np.full(8, mark if world.rank == 1 else 1.0)
-            payload[-2:] = (mark, np.nan) if world.rank == 1 and last != 1 else (1.0, 1.0)
-            if world.rank == 1 and last != 1:  # this rank has an error of its own
-                phase.allreduce(cupy.asarray(payload))
-                continue
-            with pytest.raises(kind, match=expected):
+            phase.allreduce(cupy.asarray(payload))
+        if world.rank == 1:  # this rank has an error of its own
+            refuse(phase.layer, None, 3, cupy.asarray(payload))
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"in bn \(forward, .*\): an input was refused on"
+            ):
                 phase.allreduce(cupy.asarray(payload))
         summed = phase.allreduce(cupy.asarray(np.ones(8)))
         assert isinstance(summed, cupy.ndarray)
@@ -268,7 +265,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             channel.allreduce(np.ones(1))
         with pytest.raises(RuntimeError, match=r"process group.* was destroyed\. Give the layer"):
             phase.allreduce(phase.of(2 * C + 2).buffer())
-        counts.append((*_resources(), len(_channel._channels)))
+        counts.append((*_resources(), len(watched_channels)))
     world.allreduce(np.ones(1))
     assert counts[-1] == counts[1]  # the first may start a thread that stays
 

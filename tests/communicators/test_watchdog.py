@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from multibn.communicators.polling import poll
-from multibn.communicators.status_board import RankLostError, Status
-from multibn.communicators.watchdog import Watchdog, check_timeout
+from multibn.communicators.watchdog import RankLostError, Status, Watchdog, check_timeout
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.alone
@@ -106,14 +105,14 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
             id="its notice says why",
         ),
         pytest.param(  # the others are not told to take the same number of steps
-            lambda watchdog: watchdog.leave(RuntimeError("in a worker\nTrace\nValueError: shape")),
+            lambda watchdog: watchdog.close(RuntimeError("in a worker\nTrace\nValueError: shape")),
             RuntimeError,
             "rank 1 has failed: its program has ended by RuntimeError: in a worker ... "
             "ValueError: shape",
             id="its program has ended by an error",
         ),
         pytest.param(
-            lambda watchdog: watchdog.leave(None),
+            lambda watchdog: watchdog.close(None),
             ConnectionError,
             r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], which ended or left the group "
             r"before: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a "
@@ -209,7 +208,7 @@ def test_who_ends_by_an_error_repeats_what_failed_on_others(
     told[2] = Status("failed", 3, "its program has ended by TimeoutError: rank 2 has waited")
     watchdog = Watchdog(0, 3)
     watchdog.board = StatusBoard(told, 0)
-    watchdog.leave(RuntimeError("Connection closed by peer"))
+    watchdog.close(RuntimeError("Connection closed by peer"))
     assert capfd.readouterr().err == "multibn: rank 1 has failed: rank 1 has waited 3 s\n"
 
 

@@ -120,8 +120,8 @@ class _EqualChannel(Channel):
         transport: Any = SimpleNamespace(rank=0, size=equal.size, block=np.zeros(518))
         transport.prepare_block = lambda n: lambda: self._sum(transport.block)
         transport.prepare = lambda a: lambda: self._sum(a)
+        transport.close = transport.end_process = lambda **_: None
         super().__init__(transport)
-        self.abandon()
         self._equal, self.carrier = equal, "equal ranks"
 
     def compare(self, a: HostArray, *facts: str) -> HostArray:
@@ -178,12 +178,14 @@ class CountingCommunicator(ChannelCommunicator):
         return taken
 
 
-class _CountingChannel:
+class _CountingChannel(Channel):
     """The channel of the inner communicator. Layers compare themselves anew over this one."""
 
     def __init__(self, inner: Channel, counting: CountingCommunicator) -> None:
+        super().__init__(inner.transport)
+        self.abandon()
         self._inner, self._counting = inner, counting
-        self.size, self.watchdog, self.send_refusal = inner.size, inner.watchdog, inner.send_refusal
+        self.watchdog, self.send_refusal = inner.watchdog, inner.send_refusal  # type: ignore[method-assign]
 
     def compare(self, a: HostArray, kind: str, *facts: str) -> HostArray | None:
         if kind == "first message":
@@ -197,13 +199,13 @@ class _CountingChannel:
         return self._inner.allreduce(a, place)
 
     def buffer(self, n: int, text: object) -> Buffer:
-        inner = self._inner.buffer(n, text)
+        head, payload, inner_begin = self._inner.buffer(n, text)
 
         def begin() -> Poll | None:
             self._counting.messages.append(wire.HEAD + n)
-            return inner.begin()
+            return inner_begin()
 
-        return Buffer(inner.head, inner.payload, begin)
+        return head, payload, begin
 
 
 def errors_of_rank_0(

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multibn import kernels
 from multibn.communicators import nonfinite
+from multibn.communicators.channel import look_at_unread
 from multibn.communicators.communicator import Handle
-from multibn.communicators.handshake import look_at_unread
 from multibn.engine import plan
 from multibn.kernels import NormArgs, Running, cuda, reference, spec, steps
 from multibn.torch_backend import SyncBatchNorm

@@ -360,8 +360,9 @@ def test_a_step_is_one_message_each_way_and_evaluation_none(name: str) -> None:
         return sent
 
     size = 2 * (L * OF_SAMPLES[name] if name in OF_SAMPLES else 2 * C if name == "sub" else C) + 4
-    evaluation = [[size], [size]] if name in OF_SAMPLES else [[], []]
-    assert run_ranks(2, run) == [[[size], [size], *evaluation]] * 2
+    both = [[size], [size - 2]]
+    evaluation = both if name in OF_SAMPLES else [[], []]
+    assert run_ranks(2, run) == [[*both, *evaluation]] * 2
 
 
 @every_layer

@@ -19,13 +19,13 @@ from multibn.communicators.channel import (
     ChannelCommunicator,
     HostArray,
     Transport,
-    after_fork,
     spin_seconds,
 )
 from multibn.communicators.communicator import Outside, SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
+from multibn.communicators.exit import is_fork
 from multibn.communicators.polling import Poll, poll
-from multibn.communicators.status_board import Status, StatusBoard
+from multibn.communicators.watchdog import Status, StatusBoard
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -190,7 +190,7 @@ class _Transport(Transport):
     def prepare(self, a: HostArray) -> Begin:
         return _Sum(self, a).begin
 
-    def end(self, *, failed: bool) -> None:
+    def end_process(self, *, failed: bool) -> None:
         # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be
         # finalized with a message under way.
         from mpi4py import MPI as mpi
@@ -200,7 +200,9 @@ class _Transport(Transport):
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(1)
 
-    def free(self) -> None:
+    def close(self, *, failed: bool, at_exit: bool = False) -> None:
+        if failed or at_exit:  # MPI frees nothing with a message pending, nor without the others
+            return
         for each in (*self.requests, self.duplicate):
             if each is not None:
                 each.Free()
@@ -275,25 +277,13 @@ class _Board(StatusBoard):
         return self._notices
 
 
-_inherited = False  # whether this process is a fork of one that had initialised MPI
-
-
-def _after_fork() -> None:
-    global _inherited
-    loaded = sys.modules.get("mpi4py.MPI")
-    _inherited = loaded is not None and loaded.Is_initialized()
-
-
-after_fork(_after_fork)
-
-
 def channel_of(comm: "Comm") -> Channel:
     """The channel of all handles of one mpi4py communicator."""
     channel: Any = comm.Get_attr(_keyval())
     if channel is None:
         channel = Channel(_Transport(comm))
         _channels.add(channel)
-        if _inherited:
+        if is_fork():
             channel.abandon_after_fork()
         comm.Set_attr(_keyval(), channel)
     return cast(Channel, channel)
@@ -313,8 +303,8 @@ def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
     """The user frees a communicator, which is collective; or MPI_Finalize frees the world."""
     from mpi4py import MPI as mpi
 
-    if not _inherited and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
-        channel.release()
+    if not is_fork() and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        channel.close()
 
 
 def _on_finalize(*_: object) -> None:

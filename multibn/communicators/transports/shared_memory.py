@@ -25,7 +25,7 @@ import numpy as np
 from multibn._platform import how_to_build_core, pid_space, process_state
 from multibn.communicators.channel import Begin, HostArray, spin_seconds
 from multibn.communicators.polling import Poll, until, until_all_come
-from multibn.communicators.status_board import RankLostError
+from multibn.communicators.watchdog import RankLostError
 
 try:
     import multibn.communicators.transports._shared_memory as core
@@ -66,9 +66,9 @@ class SharedMemory:
             return None
         return partial(self._begin, a, a.ctypes.data, a.nbytes, a.size)
 
-    def close(self, *, goodbye: bool) -> None:
-        """Let go of the memory; `goodbye` tells those who wait that this rank will not come."""
-        if goodbye:
+    def close(self, *, failed: bool) -> None:
+        """Release the memory; unless it has `failed`, tell waiting ranks that this one leaves."""
+        if not failed:
             gate = self._leaving[self.rank]
             core.arrive(gate, 1, gate, gate, 0)
         self._slots = None

@@ -9,8 +9,8 @@ from functools import cache
 
 import torch.distributed as dist
 
-from multibn.communicators.channel import after_fork
-from multibn.communicators.status_board import Status
+from multibn.communicators.exit import after_fork
+from multibn.communicators.watchdog import Status
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
 _SURE_ANSWER = 2.0  # before an error, which would name a rank that has ended and not its reason

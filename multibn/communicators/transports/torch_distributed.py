@@ -1,10 +1,7 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
-import atexit
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,10 +16,10 @@ from multibn.communicators.channel import (
     ChannelCommunicator,
     HostArray,
     Transport,
-    after_fork,
 )
 from multibn.communicators.communicator import Outside, SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
+from multibn.communicators.exit import is_fork, rest_at_exit
 from multibn.communicators.polling import Poll, chain, until_all_come
 from multibn.communicators.resolve import as_communicator
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
@@ -239,19 +236,17 @@ class _Transport(Transport):
             return bound or torch.device("cuda", torch.cuda.current_device())
         return torch.device(kind)
 
-    def free(self) -> None:
+    def close(self, *, failed: bool, at_exit: bool = False) -> None:
         # Torch prints a trace where the process that keeps the store has ended.
-        if dist.is_initialized() and self.board is not None:
+        if not (failed or at_exit) and dist.is_initialized() and self.board is not None:
             self.board.clear(self.size)
-
-    def close(self, *, failed: bool) -> None:
         if self._side is not None:
             self._side.close(failed=failed)
         if self._machine is not None:
-            self._machine.close(goodbye=not failed)
+            self._machine.close(failed=failed)
             self._machine = None
 
-    def end(self, *, failed: bool) -> None:
+    def end_process(self, *, failed: bool) -> None:
         # Torchrun ends the other ranks when it sees that this process has failed.
         # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
         # trial).
@@ -266,7 +261,7 @@ class _World:
 
     def __init__(self) -> None:
         self.default_group = _reference(dist.group.WORLD)
-        _rest_at_exit()
+        rest_at_exit()
         self.channels: MutableMapping[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
         # Groups made here, by their sorted ranks: torch gives a group no other order.
         self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
@@ -275,19 +270,14 @@ class _World:
         # Those among them that all ranks of the default group have made together.
         self.split: set[tuple[int, ...]] = set()
 
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this process is a fork of the one that is a rank of the default group."""
-        return _inherited is not None and self.default_group() is _inherited
-
     def channel_of(self, group: dist.ProcessGroup) -> Channel:
         """The channel of all handles of one process group."""
         channel = self.channels.get(group)
         if channel is None:
             channel = self.channels[group] = Channel(_Transport(group))
             # torch tells nobody that a group was destroyed, but drops it.
-            weakref.finalize(group, channel.release).atexit = False
-            if self.is_inherited:
+            weakref.finalize(group, channel.close).atexit = False
+            if is_fork(dist.group.WORLD):
                 channel.abandon_after_fork()
         return channel
 
@@ -320,29 +310,9 @@ class _World:
                     self.groups[key] = group
 
 
-@cache
-def _rest_at_exit() -> None:
-    """Leave Python's lock to gloo's threads, which may have tensors of the program to release.
-
-    While the interpreter ends, Python (before 3.14) unwinds a thread that needs the lock, which C++
-    takes for an error: the process would be aborted after all its work.
-    """
-    atexit.register(time.sleep, _REST)
-
-
-_REST = 0.2  # seconds; on an idle machine a hundredth is enough
 _SUM = dist.AllreduceOptions()
 _SUM.asyncOp = False  # in the current stream
 _latest_world: _World | None = None
-_inherited: dist.ProcessGroup | None = None  # in a forked child: the parent's default group
-
-
-def _after_fork() -> None:
-    global _inherited
-    _inherited = dist.group.WORLD
-
-
-after_fork(_after_fork)
 
 
 def _world() -> _World:

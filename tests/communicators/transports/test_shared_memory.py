@@ -20,9 +20,9 @@ import torch.distributed as dist
 from multibn import _platform
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, chain
-from multibn.communicators.status_board import RankLostError
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
+from multibn.communicators.watchdog import RankLostError
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 NEEDS = "torch"
@@ -221,7 +221,7 @@ def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
         done = _begun(machine, a)
         if machine.rank == 1:
             assert done(10.0)
-            machine.close(goodbye=True)
+            machine.close(failed=False)
             return [float(a[0])]
         time.sleep(0.1)
         assert done(10.0)

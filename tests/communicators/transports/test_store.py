@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from multibn.communicators.polling import chain
-from multibn.communicators.status_board import Status
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.store import StoreStatusBoard, part_of_store
+from multibn.communicators.watchdog import Status
 
 NEEDS = "torch"
 
