@@ -3,17 +3,19 @@
 The first message compares the layers' names, widths and options, and the versions of this package.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from multibn import _version, wire
-from multibn.communicators.channel import channel_of, resolved
+from multibn.communicators.channel import channel_of, raise_for_kinds, resolved
 from multibn.communicators.communicator import gather
 from multibn.communicators.diagnostics import (
+    alike,
     display_name,
     group_ranks_by,
     log_and_raise,
+    raise_for_sum,
 )
 
 
@@ -96,3 +98,33 @@ def explained(name: str, group: Any, options: dict[str, str]) -> str:
             f"{group_ranks_by(answers, 'with')}. Build the same model on all ranks.",
         )
     return str(shortest)
+
+
+def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
+    """Compare where the ranks are after a message of a layer's phase, and raise on all. Collective.
+
+    `head` is the sum of heads, from which a refusal is known; all ranks see the same.
+    """
+    layer = phase.layer
+    raise_for_kinds(group, "layer", str(phase), head)
+    calls = f"{phase}", *(f"{phase}, {fact}" for fact in phase.facts)
+    answers = gather([phase.place, *calls], group)
+    places, texts, gradients, *others = zip(*answers, strict=True)
+    if len({*places}) == 1:
+        explained(layer.name, group, phase.texts)
+        if len({*gradients}) == 1:
+            own = getattr(group, "native", group)
+            raise_for_sum(own, f"other numbers in {phase}, where all ranks are")
+        log_and_raise(
+            RuntimeError,
+            "the ranks differ in whether a backward pass may follow: "
+            f"{group_ranks_by(gradients)}. Those with gradients would wait for the others: "
+            "compute gradients on all ranks or on none, and freeze the same layers on all of "
+            "them. A rank that validates must be in evaluation: model.eval(), or in Chainer "
+            "chainer.using_config('train', False).",
+        )
+    texts = next(each for each in (texts, *others) if len({*each}) > 1)
+    log_and_raise(
+        RuntimeError,
+        f"the ranks are in different places: {group_ranks_by(texts)}. {alike(texts)}",
+    )

@@ -8,7 +8,7 @@ ranks see the same sum of heads, so that all of them turn to ask each other in t
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -23,20 +23,16 @@ from multibn.communicators.channel import (
     Compared,
     HostArray,
     channel_of,
-    raise_for_kinds,
     resolved,
 )
-from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess, gather
+from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess
 from multibn.communicators.diagnostics import (
     ALIKE,
-    alike,
     display_name,
-    group_ranks_by,
     log_and_raise,
     raise_for_refusal,
-    raise_for_sum,
 )
-from multibn.communicators.handshake import explained, handshake
+from multibn.communicators.handshake import handshake, raise_for_mismatch
 from multibn.communicators.unread import COPIED, Summed, is_captured, stream_of
 from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
@@ -201,8 +197,8 @@ class LayerPhase(Forwarding):
     have not compared their layers.
     """
 
-    _facts: tuple[str, ...]  # by which layers of one name may differ, for people
-    _place: str
+    facts: tuple[str, ...]  # by which layers of one name may differ, for people
+    place: str
     _fingerprint: float
     # The channel's, from the first message on; memory of a payload, and what sums it with a head.
     _watchdog: Watchdog
@@ -297,7 +293,7 @@ class LayerPhase(Forwarding):
         self._head[:] = self._sent_head
         self._watchdog.wait(self._begin, self._latest)
         if self._head != self._expected_head:
-            self._raise_for_places(self._head.tolist())
+            raise_for_mismatch(self, self._group, self._head.tolist())
         return x
 
     def _allreduce_other(self, x: Array, copied: bool) -> Array:
@@ -344,9 +340,9 @@ class LayerPhase(Forwarding):
         call = self._call(self._calls[0] + 1)
         with on_device_of(like):
             name, number = handshake(layer, self._group, channels, call)
-        self._facts = self.gradients, width, f"{width}, layer {number} by the first call"
-        self._place = f"{name} {self.name}: {self._facts[-1]} {self.kind}"
-        facts = f"{self._place} {self.gradients}"
+        self.facts = self.gradients, width, f"{width}, layer {number} by the first call"
+        self.place = f"{name} {self.name}: {self.facts[-1]} {self.kind}"
+        facts = f"{self.place} {self.gradients}"
         if self.name == "forward":  # the options of a backward message are those before it
             facts += f" {self.texts}"
         self._fingerprint = wire.fingerprint(facts)
@@ -389,32 +385,3 @@ class LayerPhase(Forwarding):
                 f"rank {self.rank}: another rank was in another layer, in another dtype, with "
                 f"other options, or alone with or without gradients. {ALIKE}",
             )
-
-    def _raise_for_places(self, head: Any) -> NoReturn:
-        """Ask each other where the ranks are, and raise on all of them. Collective.
-
-        `head` is the sum of heads, from which a refusal is known; all ranks see the same.
-        """
-        layer = self.layer
-        raise_for_kinds(self._group, "layer", str(self), head)
-        calls = f"{self}", *(f"{self}, {fact}" for fact in self._facts)
-        answers = gather([self._place, *calls], self._group)
-        places, texts, gradients, *others = zip(*answers, strict=True)
-        if len({*places}) == 1:
-            explained(layer.name, self._group, self.texts)
-            if len({*gradients}) == 1:
-                own = getattr(self._group, "native", self._group)
-                raise_for_sum(own, f"other numbers in {self}, where all ranks are")
-            log_and_raise(
-                RuntimeError,
-                "the ranks differ in whether a backward pass may follow: "
-                f"{group_ranks_by(gradients)}. Those with gradients would wait for the others: "
-                "compute gradients on all ranks or on none, and freeze the same layers on all of "
-                "them. A rank that validates must be in evaluation: model.eval(), or in Chainer "
-                "chainer.using_config('train', False).",
-            )
-        texts = next(each for each in (texts, *others) if len({*each}) > 1)
-        log_and_raise(
-            RuntimeError,
-            f"the ranks are in different places: {group_ranks_by(texts)}. {alike(texts)}",
-        )

@@ -2,11 +2,11 @@
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import cache, partial
 from importlib import import_module
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from multibn._platform import launched_processes, this_machine
 from multibn.communicators.communicator import (
@@ -98,12 +98,41 @@ def default_group() -> object:
     return None if group is None else group.WORLD
 
 
+class World:
+    """The groups under one default process group of torch; with another, all are found anew."""
+
+    def __init__(self, group: object) -> None:
+        # A destroyed group, its threads and its connections can end.
+        self.group: Callable[[], object] = weakref.ref(group) if group else lambda: None
+        self.resolved: dict[object, tuple[Communicator, Communicator]] = {}  # see `Group`
+        self.channels: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()  # by process groups
+        # Groups made here, by their sorted ranks: torch gives a group no other order.
+        self.made: MutableMapping[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+        # Those among them that all ranks of the default group have made together.
+        self.split: set[tuple[int, ...]] = set()
+
+
+_world = World(None)
+
+
+def world() -> World:
+    """The groups under the present default process group."""
+    global _world
+    group = default_group()
+    if _world.group() is not group:
+        _world = World(group)
+    return _world
+
+
 def _wrapped(file: str, name: str, obj: Any = None) -> Communicator:
     # By name: no library need be installed.
     wrapper = getattr(import_module(f"multibn.communicators.transports.{file}"), name)
     return cast(Communicator, wrapper(obj))
 
 
+# The groups of this process whose parents are not torch's, by the identity of the parent and the
+# spec, with a reference to the parent, so that no other object gets its id.
+_resolved: dict[object, tuple[Communicator, Communicator]] = {}
 _default_of_torch = cache(partial(_wrapped, *_TORCH))
 _default = DefaultCommunicator()
 
@@ -216,31 +245,18 @@ class Group(Forwarding):
         return f"Group({self.parent!r}, {self.spec!r})"
 
     def _look_up(self) -> Communicator:
-        resolved = _resolved.get(self._key)
-        world = default_group() if self.ends_with_torchs else None
-        if resolved is None or resolved.default_group() is not world:
-            # A destroyed group, its threads and its connections can end.
-            reference = weakref.ref(world) if world else lambda: None
-            resolved = _Resolved(self._find(), self.parent, reference)
-            _resolved[self._key] = resolved
+        table = world().resolved if self.ends_with_torchs else _resolved
+        if self._key not in table:
+            table[self._key] = self._find(), self.parent
+        found, parent = table[self._key]
         # As this handle of the parent: another one's group may have been destroyed.
-        return self.parent if resolved.communicator is resolved.parent else resolved.communicator
+        return self.parent if found is parent else found
 
     def _find(self) -> Communicator:
         """This process's group. Collective over `parent`."""
         if isinstance(self.spec, int):
             return _consecutive(self.parent, self.spec)
         return _on_same_machine(self.parent)
-
-
-class _Resolved(NamedTuple):
-    communicator: Communicator
-    parent: Communicator  # a reference, so that no other object gets its id
-    default_group: Callable[[], object]
-
-
-# The groups of this process, by the identity of the parent and the spec.
-_resolved: dict[tuple[object, _Spec], _Resolved] = {}
 
 
 def _checked(spec: Any) -> _Spec:

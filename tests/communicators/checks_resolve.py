@@ -57,6 +57,7 @@ def machines(world: Communicator, ranks_in_each: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolve, "this_machine", lambda: f"machine {world.rank // ranks_in_each}")
         patch.setattr(resolve, "_resolved", {})
+        patch.setattr(resolve.world(), "resolved", {})
         yield
 
 

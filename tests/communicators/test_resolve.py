@@ -35,6 +35,7 @@ LAYERS: list[tuple[Any, Any, list[tuple[int, ...]]]] = [
 @pytest.fixture(autouse=True)
 def _forget_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "_resolved", {})
+    monkeypatch.setattr(resolve.world(), "resolved", {})
 
 
 @pytest.fixture

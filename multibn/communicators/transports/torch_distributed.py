@@ -1,7 +1,7 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from multibn.communicators.communicator import Outside, SingleProcess, gather, i
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import is_fork, rest_at_exit
 from multibn.communicators.polling import Poll, chain, until_all_come
-from multibn.communicators.resolve import as_communicator
+from multibn.communicators.resolve import as_communicator, world
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
 from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
 from multibn.communicators.transports.store import StoreStatusBoard, part_of_store
@@ -79,7 +79,7 @@ class TorchDistributed(ChannelCommunicator):
         self._group = _reference(group)
         # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
-        self._known_under = _reference(None if group is None else dist.group.WORLD)
+        self._world = None if group is None else world()  # in which `_group` is known
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
 
@@ -91,13 +91,13 @@ class TorchDistributed(ChannelCommunicator):
             return dist.group.WORLD or dist.distributed_c10d._get_default_group()
         known = self.known_group
         if known is None:
-            if dist.group.WORLD is not None and self._known_under() is dist.group.WORLD:
+            if dist.is_initialized() and self._world is world():
                 raise RuntimeError(
                     f"the process group of ranks {list(self._ranks)} was destroyed. Give the layer "
                     "another one."
                 )
-            known = _world().find_group(self._ranks)
-            self._known_under, self._group = _reference(dist.group.WORLD), _reference(known)
+            known = find_group(self._ranks)
+            self._world, self._group = world(), _reference(known)
         return known
 
     @property
@@ -106,7 +106,7 @@ class TorchDistributed(ChannelCommunicator):
         if self._ranks is None:
             return dist.group.WORLD
         # Groups end with the default process group under which they were made.
-        return self._group() if self._known_under() is dist.group.WORLD else None
+        return self._group() if self._world is world() else None
 
     @property
     def native(self) -> Any:
@@ -125,7 +125,7 @@ class TorchDistributed(ChannelCommunicator):
 
     @property
     def channel(self) -> Channel:
-        return _world().channel_of(self.group)
+        return channel_of(self.group)
 
     def takes(self, x: Array, /) -> bool:
         kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
@@ -152,7 +152,7 @@ class TorchDistributed(ChannelCommunicator):
         colors = sorted({c for _, c, _ in rows})
         members = {c: tuple(r for _, d, r in rows if d == c) for c in colors}
         if self._ranks is None:
-            _world().make_groups(members.values())
+            make_groups(members.values())
         return restore(members[color])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -250,76 +250,59 @@ class _Transport(Transport):
         # Torchrun ends the other ranks when it sees that this process has failed.
         # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
         # trial).
-        global _latest_world
-        _latest_world = None
+        world().channels.clear()
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
 
 
-class _World:
-    """The facts under one default process group; with another, all are found out anew."""
-
-    def __init__(self) -> None:
-        self.default_group = _reference(dist.group.WORLD)
+def channel_of(group: dist.ProcessGroup) -> Channel:
+    """The channel of all handles of one process group."""
+    channels = world().channels
+    channel: Channel | None = channels.get(group)
+    if channel is None:
         rest_at_exit()
-        self.channels: MutableMapping[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
-        # Groups made here, by their sorted ranks: torch gives a group no other order.
-        self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
-            weakref.WeakValueDictionary()
+        channel = channels[group] = Channel(_Transport(group))
+        # torch tells nobody that a group was destroyed, but drops it.
+        weakref.finalize(group, channel.close).atexit = False
+        if is_fork(dist.group.WORLD):
+            channel.abandon_after_fork()
+    return channel
+
+
+def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of these global ranks. Collective over them when first called for them."""
+    where, size = "no process group is initialised", 0
+    if dist.is_initialized():
+        size = dist.get_world_size()
+        where = f"this is rank {dist.get_rank()} of {size}"
+    if max(ranks) >= size or dist.get_rank() not in ranks:
+        raise RuntimeError(
+            f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
+            f"{where}. Give the layer another communicator, None for the default one."
         )
-        # Those among them that all ranks of the default group have made together.
-        self.split: set[tuple[int, ...]] = set()
+    key = tuple(sorted(ranks))
+    made = world().made
+    if key not in made:
+        # torch numbers such groups by how many groups a rank is in: equal numbers are needed.
+        made[key] = dist.new_group(list(key), use_local_synchronization=True)
+    found: dist.ProcessGroup = made[key]
+    return found
 
-    def channel_of(self, group: dist.ProcessGroup) -> Channel:
-        """The channel of all handles of one process group."""
-        channel = self.channels.get(group)
-        if channel is None:
-            channel = self.channels[group] = Channel(_Transport(group))
-            # torch tells nobody that a group was destroyed, but drops it.
-            weakref.finalize(group, channel.close).atexit = False
-            if is_fork(dist.group.WORLD):
-                channel.abandon_after_fork()
-        return channel
 
-    def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The group of these global ranks. Collective over them when first called for them."""
-        where, size = "no process group is initialised", 0
-        if self.default_group() is not None:
-            size = dist.get_world_size()
-            where = f"this is rank {dist.get_rank()} of {size}"
-        if max(ranks) >= size or dist.get_rank() not in ranks:
-            raise RuntimeError(
-                f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
-                f"{where}. Give the layer another communicator, None for the default one."
-            )
+def make_groups(members: Iterable[tuple[int, ...]]) -> None:
+    """Make groups of global ranks. Collective over the default group."""
+    for ranks in members:
         key = tuple(sorted(ranks))
-        if key not in self.groups:
-            # torch numbers such groups by how many groups a rank is in: equal numbers are needed.
-            self.groups[key] = dist.new_group(list(key), use_local_synchronization=True)
-        return self.groups[key]
-
-    def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
-        """Make groups of global ranks. Collective over the default group."""
-        for ranks in members:
-            key = tuple(sorted(ranks))
-            # Not `key in self.groups`: a rank inside the group may know the group from elsewhere.
-            if key not in self.split:
-                self.split.add(key)
-                group = dist.new_group(list(key))
-                if not is_outsiders_marker(group):
-                    self.groups[key] = group
+        # Not `key in world().made`: a rank inside the group may know the group from elsewhere.
+        if key not in world().split:
+            world().split.add(key)
+            group = dist.new_group(list(key))
+            if not is_outsiders_marker(group):
+                world().made[key] = group
 
 
 _SUM = dist.AllreduceOptions()
 _SUM.asyncOp = False  # in the current stream
-_latest_world: _World | None = None
-
-
-def _world() -> _World:
-    global _latest_world
-    if _latest_world is None or _latest_world.default_group() is not dist.group.WORLD:
-        _latest_world = _World()
-    return _latest_world
 
 
 def restore(ranks: tuple[int, ...]) -> TorchDistributed:
