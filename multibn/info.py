@@ -110,7 +110,7 @@ def find_gpu() -> bool:
 def _messages() -> dict[str, str]:
     """The carrier of messages under each launcher."""
     torchrun = "shared memory where all ranks are on one machine, else torch.distributed"
-    if reason := shared_memory.why_not():
+    if reason := shared_memory.unavailable_reason():
         torchrun = f"torch.distributed (slow inside a machine): no shared memory, {reason}"
     if not importable("torch"):
         torchrun = "nothing: pip install '.[torch]' in multibn's checkout"

@@ -45,7 +45,7 @@ class _EqualChannel(Channel):
         transport.close = transport.end_process = lambda **_: None
         super().__init__(transport)
 
-    def compare(self, a: HostArray, *facts: str) -> HostArray:
+    def allreduce_checked(self, a: HostArray, *facts: str) -> HostArray:
         return 2 * a
 
 
@@ -66,7 +66,7 @@ class Equal(ChannelCommunicator):
     def channel(self) -> Any:
         return self._channel
 
-    def takes(self, x: Any, /) -> bool:
+    def reduces_on_device(self, x: Any, /) -> bool:
         return True
 
     def allreduce(self, x: Any, /) -> Any:
@@ -77,7 +77,7 @@ class Equal(ChannelCommunicator):
     def allreduce_in_place(self, x: Any, /) -> Any:
         if isinstance(self._over, ChannelCommunicator):
             # Real ranks ask `takes` once, and not for each message.
-            if not (x.is_cuda or self._over.takes(x)):
+            if not (x.is_cuda or self._over.reduces_on_device(x)):
                 return self.allreduce(x)
             x = self._over.allreduce_in_place(x)
         x *= 2

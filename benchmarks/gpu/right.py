@@ -29,7 +29,7 @@ from benchmarks.gpu.device import (
 )
 from multibn import Communicator, SingleProcess, kernels
 from multibn._platform import find_command, importable
-from multibn.communicators.channel import look_at_unread
+from multibn.communicators.channel import flush_checks
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.parity.launch import enter_world, launch_command, leave_world, run
 from multibn.parity.oracle import batch_norm, relative_error, running
@@ -147,7 +147,7 @@ def test_modes(communicator: Communicator) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # says that the batch is skipped
         half(x)
-        look_at_unread()
+        flush_checks()
     assert not half.running_mean.any()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from multibn._typing import Array, Nonfinite, Weighting, check_number
 from multibn.chainer_backend import functions
 from multibn.communicators import CommunicatorLike, as_communicator
-from multibn.communicators.layer_communicator import LayerCommunicator, refuse
+from multibn.communicators.layer_communicator import LayerCommunicator, reject_input
 from multibn.engine.plan import NormArgs
 from multibn.kernels import Running
 from multibn.options import NormOptions
@@ -86,7 +86,7 @@ def multi_node_batch_normalization(
             )
     except (TypeError, ValueError) as error:
         like = chainer.as_array(x)
-        refuse(communicator, error, math.prod(channels), like)
+        reject_input(communicator, error, math.prod(channels), like)
         raise
     running = Running(running_mean, running_var, 1.0 - decay) if len(given) == 4 else None
     compared |= vars(options) | {"decay": running and decay}

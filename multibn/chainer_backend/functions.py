@@ -17,7 +17,7 @@ from multibn import kernels, wire
 from multibn._arrays import array_namespace
 from multibn._typing import Array, check_ints, check_residual
 from multibn.communicators import Communicator
-from multibn.communicators.layer_communicator import refuse
+from multibn.communicators.layer_communicator import reject_input
 from multibn.communicators.nonfinite import raise_for_nan_gradients
 from multibn.communicators.resolve import default_group
 from multibn.engine import masks, statistics
@@ -116,7 +116,7 @@ def check_input(
         return axis, masks.as_mask(array, mask, lengths, axis=axis)
     except (TypeError, ValueError, Warning) as error:
         like = np.zeros(()) if like is None else like
-        refuse(communicator, error, math.prod(channels), like)
+        reject_input(communicator, error, math.prod(channels), like)
         raise
 
 
@@ -298,7 +298,7 @@ class _AllReduce(_CollectiveNode):
         communicator, dtype, n = self.message
         sent = array_namespace(x).zeros(n)
         sent[: x.size] = x.ravel()
-        summed = communicator.during(self.phase, dtype, n).allreduce(sent)
+        summed = communicator.for_phase(self.phase, dtype, n).allreduce(sent)
         return (summed[: x.size].reshape(x.shape),)
 
     def backward(

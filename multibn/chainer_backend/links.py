@@ -287,7 +287,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         if plan is None:
             plan = functions.prepare(args, self, finetune)
             if key is not None:
-                sharing.keep(key, plan)
+                sharing.cache_plan(key, plan)
         momentum = None if finetune else 1.0 - self.decay
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention

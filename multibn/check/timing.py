@@ -46,7 +46,7 @@ def message_steps(
         if dist.is_initialized():
             bare = lambda: dist.all_reduce(numbers)  # noqa: E731
 
-    phase = layer.during("forward", np.dtype(np.float32), n, like=numbers)
+    phase = layer.for_phase("forward", np.dtype(np.float32), n, like=numbers)
 
     def checked() -> None:
         memory: Any = phase.message(numbers) if on_gpu else phase.buffer()

@@ -24,8 +24,9 @@ from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array
 from multibn._typing import HostArray as HostArray
 from multibn.communicators.communicator import Communicator, Forwarding, Handle, gather
+from multibn.communicators.deferred_checks import DeferredChecks
 from multibn.communicators.diagnostics import (
-    ALIKE,
+    SAME_LAYERS_ADVICE,
     group_ranks_by,
     log_and_raise,
     raise_for_refusal,
@@ -33,7 +34,6 @@ from multibn.communicators.diagnostics import (
 )
 from multibn.communicators.exit import watch, watched_channels
 from multibn.communicators.polling import Poll, chain
-from multibn.communicators.unread import Unread
 from multibn.communicators.watchdog import StatusBoard, Watchdog
 
 # Begins to sum an array over the ranks, in place; None if that is done already.
@@ -46,7 +46,7 @@ class Transport(ABC):
     rank: int
     size: int
     board: StatusBoard | None = None  # where notices are left; None before the first message
-    carrier: str  # what carries layers' messages, for people
+    carrier: str  # the name of what carries layers' messages
     block: HostArray  # float64 numbers: the memory of the first part of every message
 
     def check(self) -> None:  # noqa: B027
@@ -58,14 +58,14 @@ class Transport(ABC):
 
     @abstractmethod
     def prepare_block(self, n: int) -> Begin:
-        """Return what begins to sum the first `n` numbers of the block, or more, unread, ones.
+        """Return a function that begins to sum `block[:n]`; it may sum more than `n` numbers.
 
-        Ranks in different places may come with unlike `n`.
+        Ranks in different places may call it with different `n`.
         """
 
     @abstractmethod
     def prepare(self, a: HostArray) -> Begin:
-        """Return what begins to sum `a`, of one dtype and shape on all ranks, in its memory."""
+        """Return a function that begins to sum `a` in place; all ranks pass one dtype and shape."""
 
     def close(self, *, failed: bool, at_exit: bool = False) -> None:  # noqa: B027
         """Release threads and connections: the group or the program ends, or this is a fork.
@@ -100,22 +100,24 @@ class Channel:
         self.compared: Compared = {}  # of functions, see `LayerCommunicator.compared`
         self.num_first_messages = 0
         self.longest = 0  # of the messages that the ranks have agreed on
-        self.unread = Unread()  # messages that GPUs have summed
+        self.deferred_checks = DeferredChecks()  # messages that GPUs have summed
         watch(self)
 
     def allreduce(self, a: HostArray, place: str = "") -> HostArray:
-        """The sum of `a` over the ranks, a new array; people read the `place`. Collective."""
+        """Return the sum of `a` over the ranks. Error messages name the `place`. Collective."""
         kind = f"a sum of {a.dtype} numbers of shape {a.shape}"
-        total = self.compare(a, f"{place} ({kind})" if place else kind)
+        total = self.allreduce_checked(a, f"{place} ({kind})" if place else kind)
         assert total is not None
         return total
 
-    def compare(self, a: HostArray, kind: str, facts: str = "", text: str = "") -> HostArray | None:
-        """The sum of `a` over the ranks, a new array; None if they bring unlike `facts`.
+    def allreduce_checked(
+        self, a: HostArray, kind: str, facts: str = "", text: str = ""
+    ) -> HostArray | None:
+        """Return the sum of `a` over the ranks, a new array; None if the ranks' `facts` differ.
 
-        Collective. All ranks that bring one `kind` have the same dtype and shape; RuntimeError on
-        all ranks if some bring another one, or refuse their input. `text` says to people where this
-        rank is.
+        Collective. All ranks that pass one `kind` have the same dtype and shape. Raises
+        RuntimeError on all ranks if some pass another kind, or reject their input. `text` says
+        where this rank is, for error messages.
         """
         total, text = a.copy(), text or kind
         if self.size == 1:
@@ -131,7 +133,7 @@ class Channel:
         return None
 
     def send_refusal(self) -> None:
-        """Take part in the others' message, whatever it is, as a rank that refuses its input."""
+        """Join the other ranks' pending message, whatever it is, with a rejection: all raise."""
         text = "a refusal"
         self._open(text)
         self.transport.block[: wire.HEAD] = wire.head(wire.mark(self.rank))
@@ -155,7 +157,7 @@ class Channel:
 
     def abandon_after_fork(self) -> None:
         """This process is a fork of the one that is a rank of the group."""
-        self.abandon()
+        self.skip_at_exit()
         self.transport.close(failed=True)
         self.watchdog.failure = (
             f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
@@ -163,13 +165,13 @@ class Channel:
             "process_group=multibn.SingleProcess(), or start the child by spawn."
         )
 
-    def abandon(self) -> None:
-        """No rank waits for this group any more; the end of the program need not mention it."""
+    def skip_at_exit(self) -> None:
+        """Send nothing about this group at exit: no rank waits for it."""
         watched_channels.discard(self)
 
     def close(self) -> None:
         """The user has destroyed the group: free memory and connections."""
-        self.abandon()
+        self.skip_at_exit()
         failed = self.watchdog.failure is not None
         self.watchdog.board = None
         self._buffers.clear()
@@ -184,7 +186,7 @@ class Channel:
         self.watchdog.wait(lambda: chain(self._connect(str(text))), text)
         self.carrier = self.transport.carrier
         every: Any = SimpleNamespace(rank=self.rank, size=self.size)
-        every.allreduce = lambda a: self.compare(a, "introduction", text=str(text))
+        every.allreduce = lambda a: self.allreduce_checked(a, "introduction", text=str(text))
         self.watchdog.exchange_pids(lambda me: gather(me, every))
 
     def _connect(self, text: str) -> Iterator[Poll | None]:
@@ -223,7 +225,8 @@ def raise_for_kinds(communicator: Any, kind: str, text: str, head: list[float]) 
     kinds, texts = zip(*gather((kind, text), communicator), strict=True)
     if len({*kinds}) > 1:
         log_and_raise(
-            RuntimeError, f"the ranks are in different places: {group_ranks_by(texts)}. {ALIKE}"
+            RuntimeError,
+            f"the ranks are in different places: {group_ranks_by(texts)}. {SAME_LAYERS_ADVICE}",
         )
 
 
@@ -233,28 +236,28 @@ class ChannelCommunicator(Handle, ABC):
     @property
     @abstractmethod
     def channel(self) -> Channel | None:
-        """None where every sum is on a device; a fork has its parent's, even one never used."""
+        """None for one process. A forked child has its parent's, which raises."""
 
     def allreduce(self, x: Array, /) -> Array:
         return self.allreduce_at(x)
 
     def allreduce_at(self, x: Array, place: str = "") -> Array:
-        """Do as `allreduce`; errors name the `place` where this rank is."""
-        if self.takes(x):
+        """Sum as `allreduce` does; errors name the `place` where this rank is."""
+        if self.reduces_on_device(x):
             return self.allreduce_on_device(x)
         assert self.channel is not None
         return from_host(self.channel.allreduce(to_host(x), place), x)
 
-    def takes(self, x: Array, /) -> bool:
+    def reduces_on_device(self, x: Array, /) -> bool:
         """Whether `x` is summed on its device; otherwise `x` goes through host memory."""
         return False
 
     def allreduce_on_device(self, x: Array, /) -> Array:
-        """Sum what the communicator `takes`, on its device. This sum has no deadline."""
+        """Sum `x` on its device, if `reduces_on_device(x)`. This sum has no deadline."""
         raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
 
     def allreduce_in_place(self, x: Array, /) -> Array:
-        """Do as `allreduce_on_device`; the sum may stand in `x`, whose numbers are then gone."""
+        """Sum as `allreduce_on_device` does, perhaps in the memory of `x`."""
         return self.allreduce_on_device(x)
 
 
@@ -280,7 +283,7 @@ class _Own(ChannelCommunicator, Transport):
         """The object of the user's class."""
         return self._find()
 
-    def takes(self, x: Array, /) -> bool:
+    def reduces_on_device(self, x: Array, /) -> bool:
         return not is_on_host(x)
 
     def allreduce_on_device(self, x: Array, /) -> Array:
@@ -366,20 +369,19 @@ def channel_of(group: Any, /) -> Any:
     return group.channel if isinstance(group, ChannelCommunicator) else None
 
 
-def look_at_unread() -> None:
-    """Look at all messages that GPUs have summed: at a run's last ones no later call looks.
+def flush_checks() -> None:
+    """Check all messages that GPUs have summed: after a run's last ones, no later call does.
 
     Not collective. Raises as the layers do, on all ranks that took part in a message.
     """
     for channel in list(watched_channels):
-        channel.unread.look()
+        channel.deferred_checks.flush()
 
 
 def spin_seconds(num_ranks: int = 1) -> float:
-    """How long a rank that waits only offers its core, and wakes without delay.
+    """How long a waiting rank spins (sched_yield) before it sleeps.
 
-    Not long where the ranks of a machine outnumber its cores: the system would spend its time on
-    their offers.
+    Shorter if the ranks of a machine outnumber its cores: they would take each other's time.
     """
     # torchrun's name, Open MPI's, that of MPICH and Intel MPI.
     names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

@@ -16,9 +16,8 @@ _T = TypeVar("_T", bound="Handle")
 class Communicator(Protocol):
     """Processes that share batch statistics. Names and meaning are MPI's.
 
-    A deep copy of a layer copies a communicator of a user's own class, too. Where the object holds
-    a socket or a lock, which cannot be copied, the class needs a `__deepcopy__` that returns
-    `self`.
+    `copy.deepcopy` of a layer also copies a communicator of your own class. If it holds a socket or
+    a lock, define a `__deepcopy__` that returns `self`.
 
     Examples
     --------
@@ -58,10 +57,10 @@ class Communicator(Protocol):
 
 
 class Handle:
-    """Names processes without owning them: a copy is the same handle, a pickle finds it again."""
+    """A reference to a group of processes: copies are the same object, a pickle finds the group."""
 
     # Whether the processes are found anew once torch has another default process group.
-    ends_with_torchs = False
+    follows_default_group = False
     # Whether a layer was given the handle's `native`, a library's object, and not the handle.
     is_of_native = False
 

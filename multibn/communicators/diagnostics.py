@@ -1,4 +1,4 @@
-"""Texts for people: the names of layers, which ranks have said what, and lines on stderr."""
+"""Messages: names of layers, ranks grouped by their answers, and lines on stderr."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def find_module_path(
 
 
 def display_name(name: str) -> str:
-    """A layer's name, which in an nn.Sequential is a bare number, read as a layer's."""
+    """Return a layer's name for messages: "layer 3" if the name is only an index."""
     return f"layer {name}" if name[:1].isdigit() else name
 
 
@@ -54,7 +54,7 @@ def group_ranks_by(answers: Iterable[str], preposition: str = "in") -> str:
     )
 
 
-def senders(marks: Sequence[float], size: int) -> str:
+def describe_ranks(marks: Sequence[float], size: int) -> str:
     """The ranks that have sent marks, see `multibn.wire`."""
     if size == 1:
         return "this process"
@@ -63,11 +63,11 @@ def senders(marks: Sequence[float], size: int) -> str:
 
 
 def raise_for_refusal(communicator: Any, marks: Sequence[float], place: str) -> NoReturn:
-    """Raise, at a `place`, where ranks that have sent marks have refused an input, here or not."""
+    """Raise because the ranks of `marks`, this one perhaps among them, rejected their input."""
     log_and_raise(
         RuntimeError,
         f"rank {communicator.rank} cannot go on, in {place}: an input was refused on "
-        f"{senders(marks, communicator.size)}. The error raised there says why.",
+        f"{describe_ranks(marks, communicator.size)}. The error raised there says why.",
     )
 
 
@@ -82,21 +82,23 @@ def raise_for_sum(communicator: Any, got: str) -> NoReturn:
 
 
 # The end of an error about ranks that do not meet.
-ALIKE = (
+SAME_LAYERS_ADVICE = (
     "All ranks must run the same layers in the same order, with the same dtype, and none may "
     "evaluate while others train."
 )
 # The same for ranks of which some compute the gradients of one layer and some of another.
-LEFT_OUT = (
+UNUSED_LAYER_ADVICE = (
     "All ranks must run the same layers in the same order, backward, too: where the loss of a rank "
     "leaves a layer out, add 0 * unused.sum() to that loss, with `unused` the layer's output, or "
     "call the layer with an empty batch, layer(x[:0]).sum()."
 )
 
 
-def alike(texts: Iterable[str]) -> str:
-    """The end of an error about ranks in different places, of which `texts` tell people."""
-    return LEFT_OUT if all("(backward, " in text for text in texts) else ALIKE
+def advice_for(texts: Iterable[str]) -> str:
+    """Return the advice at the end of an error about ranks in different places."""
+    return (
+        UNUSED_LAYER_ADVICE if all("(backward, " in text for text in texts) else SAME_LAYERS_ADVICE
+    )
 
 
 _has_warned = False

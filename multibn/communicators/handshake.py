@@ -11,7 +11,7 @@ from multibn import _version, wire
 from multibn.communicators.channel import channel_of, raise_for_kinds, resolved
 from multibn.communicators.communicator import gather
 from multibn.communicators.diagnostics import (
-    alike,
+    advice_for,
     display_name,
     group_ranks_by,
     log_and_raise,
@@ -35,17 +35,17 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
         options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
         facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
         text = f"the first message of {call}"
-        is_alike, _ = agree(group, "first message", facts, text=text)
-        name = layer.name if is_alike else explained(layer.name, group, options)
+        is_alike, _ = all_ranks_agree(group, "first message", facts, text=text)
+        name = layer.name if is_alike else raise_unless_compatible(layer.name, group, options)
         channel.num_first_messages += 1
-        channel.unread.together = max(channel.num_first_messages, 4)
+        channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
         channel.longest = max(channel.longest, wire.length(channels))
         compared[key()] = str(name), channel.num_first_messages
     found: tuple[str, int] = compared[key()]
     return found
 
 
-def agree(
+def all_ranks_agree(
     communicator: Any,
     kind: str,
     facts: str = "",
@@ -53,20 +53,20 @@ def agree(
     text: str = "",
     mark: float = 0.0,
 ) -> tuple[bool, float]:
-    """Whether all ranks bring equal facts to messages of one kind, and the sum of their marks.
+    """Return whether all ranks pass the same `facts`, and the sum of their `mark`s.
 
-    Raises on all ranks if some are in messages of another kind, a layer's for example. `text` is
+    Raises on all ranks if some are in messages of another `kind`, a layer's for example. `text` is
     for error messages. Collective: one allreduce.
     """
     group = resolved(communicator)
     if group.size == 1:
         return True, mark
-    total = channel_of(group).compare(np.array([mark]), kind, facts, text)
+    total = channel_of(group).allreduce_checked(np.array([mark]), kind, facts, text)
     return total is not None, 0.0 if total is None else float(total[0])
 
 
-def explained(name: str, group: Any, options: dict[str, str]) -> str:
-    """The name for a layer whose first messages differ; most differences are errors. Collective."""
+def raise_unless_compatible(name: str, group: Any, options: dict[str, str]) -> str:
+    """Raise if the ranks' layers are incompatible; otherwise return the name to use. Collective."""
     facts = _version.__version__, name, options
     versions, names, all_options = zip(*gather(facts, group), strict=True)
     if len(set(versions)) > 1:
@@ -84,7 +84,7 @@ def explained(name: str, group: Any, options: dict[str, str]) -> str:
             f"{group_ranks_by(map(display_name, names))}. All ranks must run the same layers in "
             "the same order.",
         )
-    # A rank that refuses its arguments names none.
+    # A rank whose arguments are invalid reports no options.
     differing = [
         name
         for name in dict.fromkeys(name for each in all_options for name in each)
@@ -111,7 +111,7 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
     answers = gather([phase.place, *calls], group)
     places, texts, gradients, *others = zip(*answers, strict=True)
     if len({*places}) == 1:
-        explained(layer.name, group, phase.texts)
+        raise_unless_compatible(layer.name, group, phase.texts)
         if len({*gradients}) == 1:
             own = getattr(group, "native", group)
             raise_for_sum(own, f"other numbers in {phase}, where all ranks are")
@@ -126,5 +126,5 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
     texts = next(each for each in (texts, *others) if len({*each}) > 1)
     log_and_raise(
         RuntimeError,
-        f"the ranks are in different places: {group_ranks_by(texts)}. {alike(texts)}",
+        f"the ranks are in different places: {group_ranks_by(texts)}. {advice_for(texts)}",
     )

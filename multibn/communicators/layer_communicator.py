@@ -1,7 +1,7 @@
 """The messages of one layer, which tell whether all ranks are in the same layer.
 
-A sum of unlike messages is a silent wrong number where their lengths agree; where not, the sum ends
-the process inside the transport. So a layer's first message compares the layers (see `handshake`),
+The sum of messages of different layers is silently wrong if their lengths match; if not, the
+transport ends the process. So a layer's first message compares the layers (see `handshake`),
 and the head of each later one has a fingerprint of what the rank is doing (see `multibn.wire`). All
 ranks see the same sum of heads, so that all of them turn to ask each other in the same moment.
 """
@@ -26,14 +26,19 @@ from multibn.communicators.channel import (
     resolved,
 )
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess
+from multibn.communicators.deferred_checks import (
+    IN_GRAPH_MEMORY,
+    PendingMessage,
+    is_captured,
+    stream_of,
+)
 from multibn.communicators.diagnostics import (
-    ALIKE,
+    SAME_LAYERS_ADVICE,
     display_name,
     log_and_raise,
     raise_for_refusal,
 )
 from multibn.communicators.handshake import handshake, raise_for_mismatch
-from multibn.communicators.unread import COPIED, Summed, is_captured, stream_of
 from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
 
@@ -73,7 +78,7 @@ class LayerCommunicator(Forwarding):
 
     @property
     def layer(self) -> "LayerCommunicator":
-        """Itself, as its phases have it."""
+        """This object; `LayerPhase` has the same attribute."""
         return self
 
     @cached_property
@@ -103,7 +108,7 @@ class LayerCommunicator(Forwarding):
     def _look_up(self) -> Communicator:
         return self.communicator
 
-    def over(self, communicator: Communicator) -> "LayerCommunicator":
+    def for_group(self, communicator: Communicator) -> "LayerCommunicator":
         """The same layer's messages over other processes."""
         if communicator not in self._elsewhere:
             self._elsewhere[communicator] = LayerCommunicator(
@@ -117,7 +122,7 @@ class LayerCommunicator(Forwarding):
             )
         return self._elsewhere[communicator]
 
-    def keep(self, key: object, plan: Any) -> None:
+    def cache_plan(self, key: object, plan: Any) -> None:
         """Keep a plan for later steps; forget all of them where a layer meets ever new inputs."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
@@ -125,7 +130,7 @@ class LayerCommunicator(Forwarding):
         if not self.is_function:
             plan.prepare_launches()
 
-    def during(
+    def for_phase(
         self,
         phase: str,
         dtype: Any,
@@ -136,7 +141,7 @@ class LayerCommunicator(Forwarding):
         finetune: bool = False,
         like: Any = None,
     ) -> "LayerPhase":
-        """The communicator for messages of `n` numbers, about activations of `dtype`, in a phase.
+        """Return the communicator for messages of `n` numbers for activations of `dtype`.
 
         `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's. Where
         options are new, calls are counted on. A group that sums on GPUs alone compares layers on
@@ -150,14 +155,14 @@ class LayerCommunicator(Forwarding):
         return known
 
 
-def during(communicator: Communicator, phase: str, dtype: Any, n: int, /) -> Communicator:
-    """`LayerCommunicator.during` of a layer's communicator; any other communicator as it is."""
+def for_phase(communicator: Communicator, phase: str, dtype: Any, n: int, /) -> Communicator:
+    """`LayerCommunicator.for_phase` of a layer's communicator; any other communicator as it is."""
     if isinstance(communicator, LayerCommunicator):
-        return communicator.during(phase, dtype, n)
+        return communicator.for_phase(phase, dtype, n)
     return communicator
 
 
-def refuse(
+def reject_input(
     communicator: Any,
     error: Exception | None = None,
     num_channels: int | None = None,
@@ -174,15 +179,19 @@ def refuse(
     if error is not None:
         nonfinite.log_refusal(communicator, error)
     group = resolved(communicator)
-    if num_channels and isinstance(communicator, LayerCommunicator) and group.takes(like):
+    if (
+        num_channels
+        and isinstance(communicator, LayerCommunicator)
+        and group.reduces_on_device(like)
+    ):
         n = wire.forward_payload(num_channels)
-        communicator.during("forward", like.dtype, n, like=like).send_refusal(like)
+        communicator.for_phase("forward", like.dtype, n, like=like).send_refusal(like)
     else:
         channel_of(group).send_refusal()
 
 
 class _Latest(NamedTuple):
-    """The latest call of a phase, for people; keeps no layer alive."""
+    """The text of a phase's latest call; holds only a weak reference to the layer."""
 
     phase: "ref[LayerPhase]"
 
@@ -193,11 +202,11 @@ class _Latest(NamedTuple):
 class LayerPhase(Forwarding):
     """A layer's communicator in one phase, for messages of one length.
 
-    What goes with each message is found out when it is made, which is collective where the ranks
-    have not compared their layers.
+    The constructor computes the head of the messages. It is collective if the ranks have not
+    compared their layers.
     """
 
-    facts: tuple[str, ...]  # by which layers of one name may differ, for people
+    facts: tuple[str, ...]  # details for messages if the names of the layers agree
     place: str
     _fingerprint: float
     # The channel's, from the first message on; memory of a payload, and what sums it with a head.
@@ -272,7 +281,7 @@ class LayerPhase(Forwarding):
         """
         device = like.device
         if device not in self._dtypes:
-            takes = self._size > 1 and self._group.takes(like)
+            takes = self._size > 1 and self._group.reduces_on_device(like)
             self._dtypes[device] = array_namespace(like).float64 if takes else None
         dtype = self._dtypes[device]
         if dtype is None:
@@ -300,7 +309,7 @@ class LayerPhase(Forwarding):
         """Sum a payload that does not stand in the channel's memory."""
         if self._size == 1:
             return x if self._is_alone else self._group.allreduce(x)
-        if self._group.takes(x):
+        if self._group.reduces_on_device(x):
             empty = np.zeros(self._length())
             empty[: wire.HEAD] = self._sent_head
             numbers = from_host(empty, x)
@@ -330,9 +339,9 @@ class LayerPhase(Forwarding):
         return f"{display_name(self.layer.name)} ({self.name}, {self.kind}, call {number})"
 
     def _handshake(self, like: Any) -> list[float]:
-        """Learn that all ranks are in a layer like this one, and what stands before each payload.
+        """Check that all ranks are in the same layer, and return the head of its messages.
 
-        Collective where that is not known.
+        Collective unless the ranks have compared their layers.
         """
         layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
         width = f"{channels} channels"
@@ -357,14 +366,16 @@ class LayerPhase(Forwarding):
         return max(self._channel.longest, self._in_message.stop)
 
     def _on_device(self, numbers: Array, reduce: Callable[[Array], Array], copied: bool) -> Array:
-        """Sum a message on a GPU; the payload of the sum. The host looks at it later."""
+        """Sum a message on a GPU and return its payload; the head is checked later."""
         if is_captured(numbers):
             return reduce(numbers)[self._in_message]
-        self._channel.unread.look_if_due(COPIED if copied else None)
+        self._channel.deferred_checks.check_if_due(IN_GRAPH_MEMORY if copied else None)
         summed = reduce(numbers)
-        kind = COPIED if copied else (summed.shape, summed.device, stream_of(summed))
+        kind = IN_GRAPH_MEMORY if copied else (summed.shape, summed.device, stream_of(summed))
         phase, number = self._latest.phase, self._calls[0]
-        self._channel.unread.keep(Summed(phase, number, summed, self._expected, kind))
+        self._channel.deferred_checks.add(
+            PendingMessage(phase, number, summed, self._expected, kind)
+        )
         return summed[self._in_message]
 
     def check(self, summed: HostArray, number: int) -> None:
@@ -383,5 +394,5 @@ class LayerPhase(Forwarding):
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {call}, on "
                 f"rank {self.rank}: another rank was in another layer, in another dtype, with "
-                f"other options, or alone with or without gradients. {ALIKE}",
+                f"other options, or alone with or without gradients. {SAME_LAYERS_ADVICE}",
             )

@@ -1,4 +1,4 @@
-"""The ranks together about a batch that one of them cannot use: errors, and batches skipped."""
+"""What all ranks do if one rank's batch is rejected or not finite: raise, or skip it."""
 
 import math
 import time
@@ -8,12 +8,12 @@ from typing import Any
 from multibn import wire
 from multibn.communicators.channel import HostArray
 from multibn.communicators.diagnostics import (
+    describe_ranks,
     display_name,
     log_and_raise,
     log_to_stderr,
-    senders,
 )
-from multibn.communicators.handshake import agree
+from multibn.communicators.handshake import all_ranks_agree
 
 
 def layer_of(communicator: Any) -> Any:
@@ -50,7 +50,7 @@ _warned_at = -math.inf
 def raise_if_nonfinite(
     communicator: Any, dtype: Any, summed: HostArray, /, earlier: object = None
 ) -> None:
-    """Raise for a sum of payloads with which the ranks cannot go on, perhaps of an `earlier` call.
+    """Raise if a sum of payloads, perhaps of an `earlier` call, shows a batch that is not finite.
 
     Returns where the sum is finite, and where the batch is to be skipped.
     """
@@ -58,7 +58,7 @@ def raise_if_nonfinite(
     marks = wire.marks(summed)
     if not marks:
         return
-    where = senders(marks, communicator.size)
+    where = describe_ranks(marks, communicator.size)
     if not skips(communicator, dtype):
         log_and_raise(
             FloatingPointError,
@@ -93,10 +93,12 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     """
     where = f"the gradient of the output of {name_of(communicator)}"
     own = wire.mark(communicator.rank) if has_nan else 0.0
-    _, mark = agree(communicator, "find_nan", text=f"the search for NaN in {where}", mark=own)
+    _, mark = all_ranks_agree(
+        communicator, "find_nan", text=f"the search for NaN in {where}", mark=own
+    )
     if mark:
         log_and_raise(
             FloatingPointError,
-            f"{where} has NaN on {senders([mark], communicator.size)}. Look for their origin in "
-            "the layers after, and in the loss.",
+            f"{where} has NaN on {describe_ranks([mark], communicator.size)}. Look for their "
+            "origin in the layers after, and in the loss.",
         )

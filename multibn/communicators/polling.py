@@ -1,4 +1,4 @@
-"""Ways to wait for the other ranks, each until a time of the caller's."""
+"""Polling with timeouts."""
 
 import os
 import time
@@ -17,7 +17,7 @@ def poll(
     seconds: float,
     *,
     begun: float = 0.0,
-    offers: float = 0.0,
+    spin_seconds: float = 0.0,
     longest: float = 1e-3,
 ) -> bool:
     """Whether `condition` becomes true within that time; asks ever less often.
@@ -32,24 +32,24 @@ def poll(
         if now - start >= seconds:
             return False
         waited = now - (begun or start)
-        if waited < offers:
+        if waited < spin_seconds:
             _offer_core()
         else:
             time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
     return True
 
 
-def until(store: Any, key: str) -> Poll:
+def wait_for_key(store: Any, key: str) -> Poll:
     """Waits for a key of a store of torch.distributed."""
     return partial(poll, lambda: store.check([key]), begun=time.monotonic(), longest=0.1)
 
 
-def until_all_come(store: Any, size: int) -> Poll:
-    """Says that this rank has come, and waits for all; once in each part of a store."""
+def barrier(store: Any, size: int) -> Poll:
+    """Barrier over a store: register this rank, then wait for all. Once in each prefix."""
     # One key says that all have come, and not as many as there are ranks.
     if store.add("number of ranks", 1) == size:
         store.set("all ranks", "")
-    return until(store, "all ranks")
+    return wait_for_key(store, "all ranks")
 
 
 def chain(steps: Iterator[Poll | None]) -> Poll:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:  # no framework is imported to name its classes
 
     class CommunicatorLike:
-        """A type for annotations: what names the ranks that share, see `as_communicator`.
+        """Anything that `as_communicator` accepts, for type annotations.
 
         None; a torch ProcessGroup or one-dimensional DeviceMesh; an mpi4py Comm; a ChainerMN
         communicator, whose library has no types, or a `Communicator`; `"machine"` or an int.
@@ -74,7 +74,7 @@ class DefaultCommunicator(Forwarding):
     DefaultCommunicator()
     """
 
-    ends_with_torchs = True
+    follows_default_group = True
     is_of_native, native = True, None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -196,11 +196,11 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
 class Group(Forwarding):
     """The group of `parent`'s ranks that this process belongs to.
 
-    The first use, reading `rank` or `size` included, is collective over `parent`: each of its ranks
-    must make it, with the same `spec`. Until then nothing is communicated, so that layers can be
-    built before the process group exists. Groups of the same `parent` and `spec` share one
-    communicator, however many layers have one. They are looked up anew after torch's default
-    process group was made anew.
+    The first use, which may be a look at `rank` or `size`, is collective over `parent`: all of its
+    ranks must make it, with the same `spec`. Until then nothing is communicated, so that layers can
+    be built before the process group exists. Groups of the same `parent` and `spec` share one
+    communicator, however many layers have one. They are looked up again after torch's default
+    process group has been initialized again.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ class Group(Forwarding):
         self.parent = as_communicator(parent)
         self.spec = _checked(spec)
         self._key = identity(self.parent), self.spec
-        self.ends_with_torchs = getattr(self.parent, "ends_with_torchs", False)
+        self.follows_default_group = getattr(self.parent, "follows_default_group", False)
 
     @property
     def identity(self) -> object:
@@ -245,11 +245,11 @@ class Group(Forwarding):
         return f"Group({self.parent!r}, {self.spec!r})"
 
     def _look_up(self) -> Communicator:
-        table = world().resolved if self.ends_with_torchs else _resolved
+        table = world().resolved if self.follows_default_group else _resolved
         if self._key not in table:
             table[self._key] = self._find(), self.parent
         found, parent = table[self._key]
-        # As this handle of the parent: another one's group may have been destroyed.
+        # This object's own parent: the process group of the table's may have been destroyed.
         return self.parent if found is parent else found
 
     def _find(self) -> Communicator:

@@ -1,9 +1,8 @@
-"""Waiting for the other ranks: with a deadline, and with a word about who did not come.
+"""Wait for the other ranks with a deadline, and report which ranks are missing.
 
-A rank that has waited for half a second tells the others in which call it waits, and reads their
-notices. A rank that waits for one that has left will never meet that one, which is an error at
-once. After 20 s a rank says on stderr for whom it waits. Nothing is sent while all ranks come in
-time.
+After half a second of waiting, a rank publishes in which call it is, and reads the status of the
+others. If one of them has left, the error comes at once. After 20 s the rank logs to stderr which
+ranks it is waiting for. Nothing is sent while all ranks come in time.
 """
 
 import contextlib
@@ -19,11 +18,13 @@ from multibn._platform import pid_space, process_state, this_machine
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.communicators.polling import Poll
 
-PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
+SECONDS_UNTIL_STATUS = 0.5  # of waiting, before a rank publishes its status
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
-SILENT = 20.0  # seconds of waiting before a rank says a word on stderr
-_SEARCH = 0.5  # seconds to find out which rank was lost; another rank may have seen its end
-_NAMED = 8  # ranks in an error
+SECONDS_UNTIL_LOG = 20.0  # of waiting, before a line on stderr
+_FIND_LOST_SECONDS = (
+    0.5  # seconds to find out which rank was lost; another rank may have seen its end
+)
+_MAX_RANKS_LISTED = 8  # ranks in an error
 _LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
 
 _ENDED = "its program has ended by "
@@ -35,7 +36,7 @@ _RESTART = (
 
 
 class Status(NamedTuple):
-    """A word of a rank for the others, which JSON can hold."""
+    """A rank's status as published to the others; JSON can hold it."""
 
     state: str  # "waits", "looks" for a lost rank, "failed" or "left"
     completed: int  # how many collectives the rank has completed
@@ -57,7 +58,7 @@ class StatusBoard(Protocol):
 
 
 class RankLostError(RuntimeError):
-    """A rank sends no more, as a transport has seen: its process has ended, or it `has_left`.
+    """The transport has found that a rank is gone: its process has ended, or it `has_left`.
 
     A rank that has left has let go of the group in order, while this one waits for its message.
     """
@@ -113,7 +114,7 @@ class Watchdog:
             )
         try:
             done = begin()
-            if done is not None and not done(min(PATIENCE, self.timeout)):
+            if done is not None and not done(min(SECONDS_UNTIL_STATUS, self.timeout)):
                 self._wait_long(done, str(text))
             self.completed += 1
             self._last, self._last_at = text, time.monotonic()
@@ -129,7 +130,7 @@ class Watchdog:
             raise
 
     def close(self, error: BaseException | None) -> None:
-        """Tell the others that this process ends, by an `error` or in order."""
+        """Publish that this process ends, by an `error` or normally."""
         if self.failure is None and self.board is not None:
             if error is None or isinstance(error, SystemExit):
                 self._publish("left", str(self._last))
@@ -148,8 +149,8 @@ class Watchdog:
             self.board.publish(Status(state, self.completed, text))
 
     def _wait_long(self, done: Poll, text: str) -> None:
-        deadline = time.monotonic() + max(self.timeout - PATIENCE, 0.0)
-        word_at = deadline - self.timeout + SILENT
+        deadline = time.monotonic() + max(self.timeout - SECONDS_UNTIL_STATUS, 0.0)
+        word_at = deadline - self.timeout + SECONDS_UNTIL_LOG
         self._publish("waits", text)
         pause = _FIRST_LOOK
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
@@ -159,12 +160,12 @@ class Watchdog:
                 self._fail(TimeoutError, waited, causes)
             if time.monotonic() >= word_at:
                 word_at = math.inf
-                waited, _ = self._waited(SILENT, notices, text)
+                waited, _ = self._waited(SECONDS_UNTIL_LOG, notices, text)
                 log_to_stderr(f"{waited} An error follows after {self.timeout:g} s.")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Status]:
-        """The notices of ranks that wait in the same collective, and of those that will not come.
+        """Status of the ranks in the same collective, and of ranks that have left or failed.
 
         A rank that has failed may be one collective behind: its message was under way already.
         """
@@ -227,9 +228,9 @@ class Watchdog:
         if getattr(error, "has_left", False):
             self._check_for_end(text, {r: n for r, n in self._notices().items() if r in gone})
             self._check_for_end(text, {gone[0]: Status("left", self.completed, "")})
-        # Alive, with a broken connection: the others need not name this rank.
+        # This process is alive and has only lost a connection: the others must not blame it.
         self._publish("looks", text)
-        end = time.monotonic() + _SEARCH
+        end = time.monotonic() + _FIND_LOST_SECONDS
         while not lost:
             # A rank may break a connection before its process is seen to end, or say why it ended.
             notices = self._notices()
@@ -237,7 +238,7 @@ class Watchdog:
             others = [r for r in range(self.size) if r != self.rank]
             states = {r: self._state(r) for r in others}
             lost = gone or [r for r in others if states[r] == "has ended"]
-            if not lost and time.monotonic() >= end:  # any of those that nobody knows to live
+            if not lost and time.monotonic() >= end:  # any rank that is not known to be alive
                 living = [r for r, n in self._read().items() if n.state == "looks"]
                 living += [r for r in others if states[r] == "is running"]
                 lost = [r for r in others if r not in living] or others
@@ -276,7 +277,7 @@ class Watchdog:
         return "; ".join(
             f"rank {r} (machine {self._peers[r].machine.split()[0]}, pid {self._peers[r].pid}) "
             f"{how or self._state(r)}, {seen}"
-            for r in ranks[:_NAMED]
+            for r in ranks[:_MAX_RANKS_LISTED]
         )
 
     def _state(self, rank: int) -> str:
@@ -292,8 +293,8 @@ class Watchdog:
 
 
 def _some(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"{ranks[:_NAMED]}{more}"
+    more = f" and {len(ranks) - _MAX_RANKS_LISTED} more" if len(ranks) > _MAX_RANKS_LISTED else ""
+    return f"{ranks[:_MAX_RANKS_LISTED]}{more}"
 
 
 def check_timeout() -> float:

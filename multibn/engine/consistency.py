@@ -14,10 +14,10 @@ from multibn._arrays import to_host
 from multibn._platform import launched_processes
 from multibn._typing import Array
 from multibn.communicators import Communicator, Group, SingleProcess, as_communicator
-from multibn.communicators.channel import at, look_at_unread
+from multibn.communicators.channel import at, flush_checks
 from multibn.communicators.communicator import gather, identity
-from multibn.communicators.diagnostics import senders
-from multibn.communicators.handshake import agree
+from multibn.communicators.diagnostics import describe_ranks
+from multibn.communicators.handshake import all_ranks_agree
 from multibn.communicators.resolve import default_group
 
 _MAX_LISTED = 8  # names, arrays or ranks in an error message
@@ -85,9 +85,9 @@ def check_equal(
     Names that match `ignore`, or a pattern of it, `"*.running_*"` for example, are left out.
     `options` are those of the model's layers, by the layers' names; `copied` makes the copies.
     Raises TypeError if an array cannot be copied, RuntimeError then on the other ranks. Looks at
-    what layers have sent from GPUs before, see `look_at_unread`.
+    what layers have sent from GPUs before, see `flush_checks`.
     """
-    look_at_unread()
+    flush_checks()
     is_one = isinstance(ignore, str) or not isinstance(ignore, Iterable)
     ignored: list[Any] = [ignore] if is_one else [*ignore]
     if not all(isinstance(pattern, str) for pattern in ignored):
@@ -112,13 +112,13 @@ def check_equal(
         described[name or "the layer"] = {k: str(v) for k, v in each.items()}
     digests = [_digest(a.tobytes()) for a in copies]
     rank = communicator.rank
-    _, mark = agree(communicator, "check_sync", mark=wire.mark(rank) if refused else 0.0)
+    _, mark = all_ranks_agree(communicator, "check_sync", mark=wire.mark(rank) if refused else 0.0)
     if refused is not None:
         raise refused
     if mark:
         raise RuntimeError(
             "check_sync failed: an array of the model cannot be compared on "
-            f"{senders([mark], communicator.size)}. See the error there."
+            f"{describe_ranks([mark], communicator.size)}. See the error there."
         )
     communicator = at(communicator, "check_sync")
     mine = [_digest(repr(facts).encode()) for facts in (described, digests)]

@@ -238,7 +238,7 @@ class _Messages:
         self, communicator: Communicator, phase: str, x: Array, n: int, copied: bool, **facts: Any
     ) -> None:
         if type(communicator) is LayerCommunicator:
-            communicator = communicator.during(phase, x.dtype, n, like=x, **facts)
+            communicator = communicator.for_phase(phase, x.dtype, n, like=x, **facts)
         self.communicator, self.allreduce = communicator, communicator.allreduce
         self.size = communicator.size
         self.is_fixed = True

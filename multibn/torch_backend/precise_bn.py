@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn import wire
 from multibn._typing import check_bool, check_choice, check_int
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.communicators.layer_communicator import during
+from multibn.communicators.layer_communicator import for_phase
 from multibn.communicators.nonfinite import skips
 from multibn.engine.precise import Estimate, Population, PopulationRun, input_of, length_of
 from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
@@ -291,7 +291,7 @@ class _MeanOfVar(PopulationEstimator):
             moments = local_moments(x[:0], axis=axis)  # the layer's message will tell
         # In the phase "forward": on another rank this message may meet a layer's refusal.
         n = wire.forward_payload(moments.mean.numel())
-        batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype, n))
+        batch = aggregate(moments, for_phase(self._shared_by, "forward", moments.mean.dtype, n))
         var = running_variance(batch, local_count=0)
         has_data = steps.as_wide(batch.count > 0)  # on all ranks that share the batch
         return steps.pack(batch.mean, var, has_data, has_data)

@@ -74,7 +74,7 @@ def _said(monkeypatch: Any, *present: str) -> str:
 def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch: Any) -> None:
     found = {"triton": ["pytest"], "torch": ["numpy"]}
     monkeypatch.setattr(info.metadata, "packages_distributions", lambda: found)
-    monkeypatch.setattr(info.shared_memory, "why_not", lambda: None)
+    monkeypatch.setattr(info.shared_memory, "unavailable_reason", lambda: None)
     assert message in _said(monkeypatch, *present)
 
 
@@ -136,7 +136,7 @@ def test_sources_that_hide_an_installation_are_told_apart(tmp_path: Path) -> Non
 
 def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
     monkeypatch.setattr(info, "find_command", lambda name: None)
-    monkeypatch.setattr(info.shared_memory, "why_not", lambda: "needs Linux")
+    monkeypatch.setattr(info.shared_memory, "unavailable_reason", lambda: "needs Linux")
     monkeypatch.setattr(_platform.metadata, "distributions", lambda **_: [])  # no other one
     monkeypatch.setitem(sys.modules, "multibn.kernels.core._core", None)
     said = _said(monkeypatch, "torch", "mpi4py")

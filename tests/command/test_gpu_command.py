@@ -133,7 +133,7 @@ def test_the_stand_in_for_a_second_rank_costs_one_launch() -> None:
     class InPlace(SingleProcess, ChannelCommunicator):
         channel = None
 
-        def takes(self, x: Any, /) -> bool:
+        def reduces_on_device(self, x: Any, /) -> bool:
             return True
 
         def allreduce_in_place(self, x: Any, /) -> Any:

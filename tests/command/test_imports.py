@@ -20,7 +20,7 @@ _typing _version _platform registry
 options checkpoint.flax_variables
 _arrays checkpoint.files
 wire communicators.communicator communicators.diagnostics communicators.polling
-checkpoint communicators.watchdog communicators.exit communicators.unread
+checkpoint communicators.watchdog communicators.exit communicators.deferred_checks
 communicators.channel
 communicators.handshake communicators.nonfinite communicators.resolve
 communicators.transports communicators.layer_communicator

@@ -16,8 +16,8 @@ import pytest
 from multibn import wire
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.exit import watched_channels
-from multibn.communicators.layer_communicator import refuse
-from multibn.communicators.watchdog import PATIENCE
+from multibn.communicators.layer_communicator import reject_input
+from multibn.communicators.watchdog import SECONDS_UNTIL_STATUS
 from multibn.engine import consistency
 from tests.communicators import conformance
 from tests.communicators.phases import Phase
@@ -138,8 +138,8 @@ def check_gpu_tensors_go_through_the_channel(world: Communicator) -> None:
     with FakeTensorMode():
         on_gpu = torch.empty(3, device="cuda")
     assert on_gpu.device.type == "cuda"
-    assert not transport.takes(on_gpu)
-    assert not transport.takes(torch.ones(3))
+    assert not transport.reduces_on_device(on_gpu)
+    assert not transport.reduces_on_device(torch.ones(3))
 
 
 @only(sizes=(2, 3, 4), needs=("a machine without CuPy",))
@@ -154,7 +154,7 @@ def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -
         ):
             phase.allreduce(cupy.asarray(payload))
         if world.rank == 1:  # this rank has an error of its own
-            refuse(phase.layer, None, 3, cupy.asarray(payload))
+            reject_input(phase.layer, None, 3, cupy.asarray(payload))
         else:
             with pytest.raises(
                 RuntimeError, match=r"in bn \(forward, .*\): an input was refused on"
@@ -215,7 +215,7 @@ def _said(communicator: Any, payload: Any, world: Communicator) -> str:
         communicator.allreduce(payload)
     except (ConnectionError, RuntimeError) as error:
         said = str(error)
-    communicator.channel.abandon()
+    communicator.channel.skip_at_exit()
     world.allreduce(np.ones(1))
     return said
 
@@ -288,7 +288,7 @@ def check_a_rank_that_is_late_for_the_first_message_is_waited_for(world: Communi
     """The rank is late for longer than it takes the other one to leave a notice."""
     communicator = fresh(world)
     if world.rank == 1:
-        time.sleep(PATIENCE + 0.2)
+        time.sleep(SECONDS_UNTIL_STATUS + 0.2)
     assert communicator.allreduce(np.ones(1)) == world.size
 
 
@@ -348,7 +348,7 @@ def check_messages_of_unlike_widths_are_told_apart_at_once(world: Communicator) 
             for phase, C in layers:
                 np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
         # Who learns it from notices always waits so long; a busy machine lets a rank wait once.
-        assert min(seconds) < PATIENCE, seconds
+        assert min(seconds) < SECONDS_UNTIL_STATUS, seconds
 
 
 @only(sizes=(2, 3, 4))
@@ -374,7 +374,7 @@ def check_a_refused_input_is_told_in_any_message(world: Communicator) -> None:
     ]
     for send, told in others:
         if world.rank == 1:
-            refuse(layers[0].layer)  # the rank that refuses has an error of its own
+            reject_input(layers[0].layer)  # the rank that refuses has an error of its own
         else:
             with pytest.raises(RuntimeError, match="cannot go on") as raised:
                 send()

@@ -49,7 +49,7 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     except (TimeoutError, RuntimeError) as error:  # RuntimeError: of a rank that has given up
         said = str(error)
     seconds = time.monotonic() - start
-    comm.channel.abandon()  # the end of the program need not mention this failure
+    comm.channel.skip_at_exit()  # the end of the program need not mention this failure
     everybody.allreduce(np.zeros(1))
     if late:
         return
@@ -83,7 +83,7 @@ def check_interruption(comm: Any, everybody: Communicator) -> None:
             said.append(str(error))
     if comm.rank == 0:
         signal.signal(signal.SIGALRM, earlier)
-    comm.channel.abandon()
+    comm.channel.skip_at_exit()
     everybody.allreduce(np.zeros(1))
     # The message that was under way may still come to the other ranks.
     assert len(said) >= 2

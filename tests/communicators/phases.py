@@ -18,7 +18,7 @@ class Phase:
         self._key, self._options = (phase, np.dtype(dtype)), options
 
     def of(self, n: int, like: Any = None) -> LayerPhase:
-        return self.layer.during(*self._key, n, like=like)
+        return self.layer.for_phase(*self._key, n, like=like)
 
     def allreduce(self, x: Any) -> Any:
         return self.of(x.shape[0], x).allreduce(x, **self._options)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, wire
-from multibn.communicators.handshake import agree
-from multibn.communicators.layer_communicator import LayerCommunicator, refuse
+from multibn.communicators.deferred_checks import begin_copy, is_captured, on_stream
+from multibn.communicators.handshake import all_ranks_agree
+from multibn.communicators.layer_communicator import LayerCommunicator, reject_input
 from multibn.communicators.nonfinite import raise_for_nan_gradients
-from multibn.communicators.unread import begin_copy, is_captured, on_stream
 from multibn.engine.consistency import check_equal
 from multibn.engine.statistics import Moments, aggregate
 from tests.communicators.phases import Phase
@@ -196,7 +196,7 @@ class _Own:
 @pytest.mark.parametrize(
     "other, named",
     [
-        (lambda own: agree(own, "average_gradients", "a"), "average_gradients"),
+        (lambda own: all_ranks_agree(own, "average_gradients", "a"), "average_gradients"),
         (lambda own: raise_for_nan_gradients(own, True), "the search for NaN in the gradient"),
         (lambda own: _check_equal({"w": np.ones(1)}, own), "check_sync"),
         (lambda own: Phase(own, "new").allreduce(np.ones(4)), "the first message of new"),
@@ -229,9 +229,9 @@ def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
         phase.allreduce(np.ones(LENGTH))
         if world.rank:
             with pytest.raises(RuntimeError) as raised:
-                agree(own, "average_gradients")
+                all_ranks_agree(own, "average_gradients")
             return str(raised.value)
-        refuse(phase.layer)  # the rank that refuses raises by itself
+        reject_input(phase.layer)  # the rank that refuses raises by itself
         return ""
 
     error = run_ranks(2, work)[1]
@@ -245,7 +245,7 @@ def test_a_refused_input_meets_a_layer_of_another_width() -> None:
         for n, phase in enumerate(phases):
             phase.allreduce(np.ones(LENGTH + 2 * n))
         if world.rank:
-            refuse(phases[0].layer)
+            reject_input(phases[0].layer)
             return ""
         with pytest.raises(RuntimeError) as raised:
             phases[1].allreduce(np.ones(LENGTH + 2))
@@ -283,7 +283,7 @@ def test_a_communicator_without_a_hash_is_compared_once_for_each_layer() -> None
         vars(own).update(allreduce=world.allreduce, split=world.split)
         layer = LayerCommunicator(own, lambda: "bn")
         for dtype in ("float32", "float32", "float64" if world.rank else "float32"):
-            layer.during("forward", np.dtype(dtype), LENGTH).allreduce(np.ones(LENGTH))
+            layer.for_phase("forward", np.dtype(dtype), LENGTH).allreduce(np.ones(LENGTH))
 
     for error in _errors(2, work):
         assert "rank(s) [1] in bn (forward, float64, call 1)" in str(error)
@@ -298,7 +298,7 @@ def test_calls_are_counted_on_where_options_change() -> None:
         options["eps"] = eps
         layer.look_at_options()
         layer.plans["an input"] = eps
-        kept.append(layer.during("forward", np.dtype("f4"), LENGTH))
+        kept.append(layer.for_phase("forward", np.dtype("f4"), LENGTH))
     options["eps"] = 1e-5
     layer.look_at_options()
     assert layer.plans == {"an input": 1e-5}
@@ -406,7 +406,7 @@ def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
         if world.rank == 0:
             layer.allreduce(ones(LENGTH))
         elif spoiled is None:
-            refuse(layer.layer, None, C, ones(1))
+            reject_input(layer.layer, None, C, ones(1))
         else:
             layer.allreduce(ones(LENGTH) + spoiled)
         for _ in range(2 * TOGETHER):

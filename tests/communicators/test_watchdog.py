@@ -183,7 +183,7 @@ def test_who_waits_says_one_word_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # The deadline comes long after the word: a busy machine may stop this process in between.
-    monkeypatch.setattr("multibn.communicators.watchdog.PATIENCE", 0.1)
+    monkeypatch.setattr("multibn.communicators.watchdog.SECONDS_UNTIL_STATUS", 0.1)
     monkeypatch.setattr("multibn.communicators.watchdog.SILENT", 0.2)
     watchdog = Watchdog(0, 2)
     watchdog.timeout = 0.9

@@ -11,7 +11,7 @@ import pytest
 
 from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
-from multibn.communicators.layer_communicator import refuse
+from multibn.communicators.layer_communicator import reject_input
 from multibn.engine import PopulationEstimator, statistics
 from multibn.engine.masks import WEIGHTINGS, rank_weight
 from multibn.engine.plan import Plan
@@ -196,13 +196,13 @@ def test_a_refusal_reaches_the_other_ranks() -> None:
     def step(communicator: ThreadCommunicator) -> None:
         x = np.full((2, C), np.nan)
         if communicator.rank in (0, 2):
-            refuse(communicator)
+            reject_input(communicator)
         else:
             with pytest.raises(RuntimeError, match=r"rank 1 cannot go on.*rank\(s\) \[0, 2\] of 3"):
                 aggregate(local_moments(x), communicator)
 
     run_ranks(3, step)
-    refuse(SingleProcess())  # nobody to tell
+    reject_input(SingleProcess())  # nobody to tell
 
 
 def test_a_population_has_the_statistics_of_its_batches_as_one(xp: Any) -> None:

@@ -103,7 +103,7 @@ class EqualRanks(ChannelCommunicator):
     def identity(self) -> object:
         return id(self)
 
-    def takes(self, x: Array, /) -> bool:
+    def reduces_on_device(self, x: Array, /) -> bool:
         return True
 
     def allreduce_on_device(self, x: Any, /) -> Any:
@@ -124,7 +124,7 @@ class _EqualChannel(Channel):
         super().__init__(transport)
         self._equal, self.carrier = equal, "equal ranks"
 
-    def compare(self, a: HostArray, *facts: str) -> HostArray:
+    def allreduce_checked(self, a: HostArray, *facts: str) -> HostArray:
         return np.asarray(self._equal.allreduce_on_device(a))
 
     def _sum(self, a: HostArray) -> None:
@@ -166,8 +166,8 @@ class CountingCommunicator(ChannelCommunicator):
     def allreduce_at(self, x: Array, place: str = "") -> Array:
         return self.allreduce(x) if self.channel is None else super().allreduce_at(x, place)
 
-    def takes(self, x: Array, /) -> bool:
-        return self.channel is not None and bool(resolved(self.inner).takes(x))
+    def reduces_on_device(self, x: Array, /) -> bool:
+        return self.channel is not None and bool(resolved(self.inner).reduces_on_device(x))
 
     def split(self, color: int, key: int = 0) -> Communicator:
         return self.inner.split(color, key)
@@ -183,16 +183,16 @@ class _CountingChannel(Channel):
 
     def __init__(self, inner: Channel, counting: CountingCommunicator) -> None:
         super().__init__(inner.transport)
-        self.abandon()
+        self.skip_at_exit()
         self._inner, self._counting = inner, counting
         self.watchdog, self.send_refusal = inner.watchdog, inner.send_refusal  # type: ignore[method-assign]
 
-    def compare(self, a: HostArray, kind: str, *facts: str) -> HostArray | None:
+    def allreduce_checked(self, a: HostArray, kind: str, *facts: str) -> HostArray | None:
         if kind == "first message":
             self._counting.first_messages.append(wire.HEAD + a.size)
         else:
             self._counting.messages.append(a.size)
-        return self._inner.compare(a, kind, *facts)
+        return self._inner.allreduce_checked(a, kind, *facts)
 
     def allreduce(self, a: HostArray, place: str = "") -> HostArray:
         self._counting.messages.append(a.size)

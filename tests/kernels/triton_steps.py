@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multibn import kernels
 from multibn.communicators import nonfinite
-from multibn.communicators.channel import look_at_unread
+from multibn.communicators.channel import flush_checks
 from multibn.communicators.communicator import Handle
 from multibn.engine import plan
 from multibn.kernels import NormArgs, Running, cuda, reference, spec, steps
@@ -174,7 +174,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
             with pytest.warns(
                 RuntimeWarning, match=r"skipped a batch in .* rank.s. \[1\] of 2"
             ):  # twice
-                look_at_unread()
+                flush_checks()
         else:
             assert torch.equal(sees(x), other(x))
         for a, b in zip(sees.buffers(), other.buffers(), strict=True):

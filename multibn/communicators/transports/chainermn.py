@@ -12,8 +12,8 @@ class ChainerMN(MPI):
     """The processes of a ChainerMN communicator.
 
     Arrays in host memory travel as `MPI(comm.mpi_comm)` sends them, with its checks and deadlines;
-    CuPy's on a GPU by NCCL, or through host memory. No `allreduce` of ChainerMN's is called. A
-    pickle finds the same processes as `MPI`.
+    CuPy's on a GPU by NCCL, or through host memory. No `allreduce` of ChainerMN's is called.
+    Unpickling gives an `MPI` communicator of the same processes.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class ChainerMN(MPI):
         """ChainerMN's communicator."""
         return self.comm
 
-    def takes(self, x: Array, /) -> bool:
+    def reduces_on_device(self, x: Array, /) -> bool:
         return self.communication_backend == "nccl" and is_cupy_array(x)
 
     def allreduce_on_device(self, x: Array, /) -> Array:

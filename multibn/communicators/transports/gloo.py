@@ -17,8 +17,8 @@ from multibn.communicators.polling import Poll, chain, poll
 from multibn.communicators.watchdog import check_timeout
 
 BLOCK = 518  # numbers of a message's first part: the moments of 256 channels and the head
-_SLICE = 0.05  # seconds; after each wait of this length, Python looks for signals
-_AFTER = 60.0  # seconds that gloo waits longer than multibn, which knows more words
+_SIGNAL_CHECK_SECONDS = 0.05  # seconds; after each wait of this length, Python looks for signals
+_EXTRA_GLOO_SECONDS = 60.0  # gloo's timeout is longer than multibn's, whose error says more
 # The dtypes of NumPy that gloo can sum; other whole numbers travel as int64.
 _SUMMABLE = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
 
@@ -27,7 +27,7 @@ Start: TypeAlias = Callable[[HostArray], Poll]
 
 
 def sum_any(a: HostArray, start: Start) -> Iterator[Poll]:
-    """Sum a vector of any dtype in place, by what sums those that gloo knows."""
+    """Sum a vector in place, converting dtypes that gloo does not sum; `start` begins a sum."""
     parts = a.view(a.real.dtype) if np.iscomplexobj(a) else a
     is_summable = parts.dtype.name in _SUMMABLE
     sent = parts if is_summable else parts.astype(np.int64, casting="same_kind")
@@ -73,7 +73,7 @@ class PrivateGloo:
 
     def _connect(self) -> None:
         try:
-            timeout = timedelta(seconds=check_timeout() + _AFTER)
+            timeout = timedelta(seconds=check_timeout() + _EXTRA_GLOO_SECONDS)
             # This thread would keep notices out of the store itself while it waits there.
             store = self._store.clone()  # type: ignore[attr-defined]
             self._group = dist.ProcessGroupGloo(store, self._rank, self._size, timeout)
@@ -92,8 +92,8 @@ class PrivateGloo:
             while True:
                 left = max(end - time.monotonic(), 0.0)
                 try:
-                    # gloo takes less than a millisecond for no limit.
-                    work.wait(timedelta(seconds=max(min(left, _SLICE), 1e-3)))
+                    # To gloo, a timeout below a millisecond is no timeout.
+                    work.wait(timedelta(seconds=max(min(left, _SIGNAL_CHECK_SECONDS), 1e-3)))
                     return True
                 except RuntimeError:
                     if work.is_completed():

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
 _BLOCK = 260  # numbers of a message's first part: the moments of 128 channels
-_LOOKS = 20  # of some 0.2 us each, before a rank waits
-_OFTEN = 50  # sums of one memory after which a persistent request pays
+_SPIN_POLLS = 20  # of some 0.2 us each, before a rank waits
+_PERSISTENT_AFTER_USES = 50  # sums of one memory after which a persistent request pays
 
 
 class MPI(ChannelCommunicator):
@@ -167,7 +167,7 @@ class _Transport(Transport):
         self._comm = comm
         self.duplicate: Any = None  # of the communicator, until that is freed
         self.requests: list[Any] = []  # persistent ones
-        self.offers = spin_seconds()
+        self.spin_seconds = spin_seconds()
         from mpi4py import MPI as mpi
 
         if self.size == mpi.COMM_WORLD.size == 1 and comm != mpi.COMM_SELF:
@@ -229,11 +229,11 @@ class _Sum:
     def begin(self) -> Poll | None:
         if self._request is None:
             self._num_begun += 1
-            if self._num_begun != _OFTEN or not self._keep_request():
+            if self._num_begun != _PERSISTENT_AFTER_USES or not self._keep_request():
                 request = self._transport.duplicate.Iallreduce(*self._arguments)
-                return partial(poll, request.Test, offers=self._transport.offers)
+                return partial(poll, request.Test, spin_seconds=self._transport.spin_seconds)
         self._request.Start()
-        for _ in range(_LOOKS):
+        for _ in range(_SPIN_POLLS):
             if self._request.Test():
                 return None
         return self._done
@@ -243,7 +243,9 @@ class _Sum:
         with suppress(NotImplementedError):
             self._request = self._transport.duplicate.Allreduce_init(*self._arguments)
             self._transport.requests.append(self._request)
-            self._done = partial(poll, self._request.Test, offers=self._transport.offers)
+            self._done = partial(
+                poll, self._request.Test, spin_seconds=self._transport.spin_seconds
+            )
         return self._request is not None
 
 
@@ -310,7 +312,7 @@ def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
 def _on_finalize(*_: object) -> None:
     """Send nothing at the end of the process: MPI can no longer be used."""
     for channel in list(_channels):
-        channel.abandon()
+        channel.skip_at_exit()
 
 
 _channels: WeakSet[Channel] = WeakSet()

@@ -24,7 +24,7 @@ import numpy as np
 
 from multibn._platform import how_to_build_core, pid_space, process_state
 from multibn.communicators.channel import Begin, HostArray, spin_seconds
-from multibn.communicators.polling import Poll, until, until_all_come
+from multibn.communicators.polling import Poll, barrier, wait_for_key
 from multibn.communicators.watchdog import RankLostError
 
 try:
@@ -35,8 +35,10 @@ except ImportError:
 _NUMBER = 8  # bytes of a float64
 # Numbers of a message's first part: each rank reads what all ranks write, and an engine is better
 # at more. Memory that nobody has written to is not used.
-ROOM = 2**16
-_SLOT = _NUMBER * (ROOM + 8)  # bytes; slots that begin in the same lines of caches would push
+SLOT_NUMBERS = 2**16
+_SLOT = _NUMBER * (
+    SLOT_NUMBERS + 8
+)  # bytes; slots that begin in the same lines of caches would push
 _GATE = 256  # bytes, see _shared_memory.c
 _LOOK = 0.02  # seconds between two looks at whether the other processes live
 _TRIAL = 2**16  # bytes that must be had before the others are told of the memory
@@ -94,7 +96,7 @@ class SharedMemory:
         return None
 
     def _add_all(self, a: HostArray, at: int, seconds: float) -> bool:
-        """Make of the message the sum; False if a rank has not come within that time."""
+        """Wait for all ranks and compute the sum; False if one has not come within that time."""
         if not self._all_here(seconds):
             return False
         parity = self._begun & 1
@@ -121,12 +123,14 @@ class SharedMemory:
         return True
 
 
-def share(store: Any, rank: int, size: int) -> Generator[Poll, None, SharedMemory | None]:
+def create_shared_memory(
+    store: Any, rank: int, size: int
+) -> Generator[Poll, None, SharedMemory | None]:
     """Ends when all ranks have met; returns the memory that they share, if they do. Collective.
 
     The `store`, a part of torch.distributed's, is used for this alone.
     """
-    memory, shares = None, why_not() is None
+    memory, shares = None, unavailable_reason() is None
     with ExitStack() as stack:  # until all ranks have tried to open the memory
         if rank == 0:
             offer: dict[str, Any] = {}
@@ -136,12 +140,12 @@ def share(store: Any, rank: int, size: int) -> Generator[Poll, None, SharedMemor
                     offer, memory = stack.enter_context(_offered(nbytes))
             store.set("offer", json.dumps(offer))
         else:
-            yield until(store, "offer")
+            yield wait_for_key(store, "offer")
             if shares:
                 memory = _opened(json.loads(store.get("offer")))
         keys = [f"rank {r}" for r in range(size)]
         store.set(keys[rank], json.dumps((memory is not None, pid_space(), os.getpid())))
-        yield until_all_come(store, size)
+        yield barrier(store, size)
     ranks = [json.loads(text) for text in store.multi_get(keys)]
     for r, (_, space, pid) in enumerate(ranks):
         if space == pid_space() and not process_state(pid):
@@ -153,7 +157,7 @@ def share(store: Any, rank: int, size: int) -> Generator[Poll, None, SharedMemor
 
 @contextmanager
 def _offered(nbytes: int) -> Iterator[tuple[dict[str, Any], mmap.mmap]]:
-    """Memory, and by what another process of this user opens it until the block is left."""
+    """Create memory; yield it with the record by which another process can open it."""
     # Nobody can guess the name, so that a process of the same number, in another container or on
     # another machine, is not taken for this one.
     import fcntl  # Linux has it, as what follows
@@ -163,7 +167,7 @@ def _offered(nbytes: int) -> Iterator[tuple[dict[str, Any], mmap.mmap]]:
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
-        # A process that made the memory shorter would end those that read beyond its end.
+        # Sealed: if a process truncated the memory, the others would be ended by SIGBUS.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         os.posix_fallocate(fd, 0, _TRIAL)
@@ -177,7 +181,7 @@ def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
     """The memory that another process offers; None if this process cannot open it."""
     if "fd" not in offer:
         return None
-    # Numbers: whoever can write to the store is not to choose the path.
+    # int(): whoever can write to the store must not control the path.
     path = f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}"
     try:
         if os.readlink(path) != f"/memfd:{offer['name']} (deleted)":
@@ -193,7 +197,7 @@ def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
         return None
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Why this process shares no memory with others, and what to do; None if it does."""
     switch = os.environ.get("MULTIBN_SHARED_MEMORY", "1")
     if switch not in ("0", "1"):

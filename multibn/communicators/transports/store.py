@@ -110,7 +110,7 @@ class _StoreThread:
         threading.Thread(target=self._run, daemon=True, name="multibn-store").start()
 
     def ask(self, task: Callable[[], object], *, must: bool = False) -> None:
-        """Run `task` and wait a little for its end. While another waits, only if it `must`."""
+        """Run `task` in the thread, and wait briefly. With another pending, only if it `must`."""
         with self._changed:
             is_silent = self._unanswered > 0
             if is_silent and not must:

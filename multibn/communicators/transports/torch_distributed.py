@@ -20,10 +20,14 @@ from multibn.communicators.channel import (
 from multibn.communicators.communicator import Outside, SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import is_fork, rest_at_exit
-from multibn.communicators.polling import Poll, chain, until_all_come
+from multibn.communicators.polling import Poll, barrier, chain
 from multibn.communicators.resolve import as_communicator, world
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
-from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
+from multibn.communicators.transports.shared_memory import (
+    SLOT_NUMBERS,
+    SharedMemory,
+    create_shared_memory,
+)
 from multibn.communicators.transports.store import StoreStatusBoard, part_of_store
 
 
@@ -35,7 +39,7 @@ class TorchDistributed(ChannelCommunicator):
     one machine, and otherwise in a gloo group of multibn's own, so that no message of the program
     can be taken for one of multibn's; in the group itself only where that has a backend for GPUs
     alone. Sums on a GPU have the deadline of the backend's watchdog, the group's own, and no other.
-    The group stays the program's: `destroy_process_group(group)` lets go of multibn's, too.
+    `destroy_process_group(group)` also frees what multibn has opened for the group.
 
     Parameters
     ----------
@@ -64,7 +68,7 @@ class TorchDistributed(ChannelCommunicator):
     array([ 2., 20.])
     """
 
-    ends_with_torchs = True
+    follows_default_group = True
 
     def __init__(self, group: Any = None) -> None:
         if is_outsiders_marker(group):
@@ -127,7 +131,7 @@ class TorchDistributed(ChannelCommunicator):
     def channel(self) -> Channel:
         return channel_of(self.group)
 
-    def takes(self, x: Array, /) -> bool:
+    def reduces_on_device(self, x: Array, /) -> bool:
         kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
         # gloo, too, copies CUDA tensors to host memory, but would wait without a deadline.
         return kind != "cpu" and _backends(self.group).get(kind, "gloo") != "gloo"
@@ -182,7 +186,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 class _Transport(Transport):
-    """The ways of one group: shared memory, a gloo group of multibn's own, or the group itself."""
+    """Transport of one group: shared memory, a private gloo group, or the group itself."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -193,40 +197,40 @@ class _Transport(Transport):
         self._backends = _backends(group)
         self._name = group.group_name
         self.board: StoreStatusBoard | None = None
-        self._machine: SharedMemory | None = None
-        self._side: PrivateGloo | None = None
+        self._shared_memory: SharedMemory | None = None
+        self._private_gloo: PrivateGloo | None = None
 
     def open(self) -> Iterator[Poll | None]:
         store = part_of_store(dist.distributed_c10d._get_default_store(), self._name, self.size)
         self.board = StoreStatusBoard(store, self.rank)
-        yield until_all_come(store, self.size)
+        yield barrier(store, self.size)
         self.carrier, room = "nccl", BLOCK
         # A network that works for NCCL need not work for gloo.
         if "cpu" in self._backends and dist.is_gloo_available():
-            self._side = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
+            self._private_gloo = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
             machine = dist.PrefixStore("machine", store)
-            self._machine = yield from share(machine, self.rank, self.size)
-            if self._machine is None:
+            self._shared_memory = yield from create_shared_memory(machine, self.rank, self.size)
+            if self._shared_memory is None:
                 self.carrier = "gloo"
-                yield from self._side.connect()
+                yield from self._private_gloo.connect()
             else:
-                self.carrier, room = "shared memory", ROOM
+                self.carrier, room = "shared memory", SLOT_NUMBERS
         self.block = np.zeros(room)
 
     def prepare_block(self, n: int) -> Begin:
         # In shared memory, ranks may come with unlike lengths.
-        return self.prepare(self.block if self._machine is None else self.block[:n])
+        return self.prepare(self.block if self._shared_memory is None else self.block[:n])
 
     def prepare(self, a: HostArray) -> Begin:
-        begin = None if self._machine is None else self._machine.prepare(a)
+        begin = None if self._shared_memory is None else self._shared_memory.prepare(a)
         return begin or (lambda: chain(self._sum_by_engine(a)))
 
     def _sum_by_engine(self, a: HostArray) -> Iterator[Poll]:
-        if self._side is None:
+        if self._private_gloo is None:
             yield from sum_any(a, in_group(self._group, self._device()))
             return
-        yield from self._side.connect()
-        yield from sum_any(a, self._side.start)
+        yield from self._private_gloo.connect()
+        yield from sum_any(a, self._private_gloo.start)
 
     def _device(self) -> torch.device:
         """Where the group can sum; a `LayerPhase` makes the activation's GPU the current one."""
@@ -240,11 +244,11 @@ class _Transport(Transport):
         # Torch prints a trace where the process that keeps the store has ended.
         if not (failed or at_exit) and dist.is_initialized() and self.board is not None:
             self.board.clear(self.size)
-        if self._side is not None:
-            self._side.close(failed=failed)
-        if self._machine is not None:
-            self._machine.close(failed=failed)
-            self._machine = None
+        if self._private_gloo is not None:
+            self._private_gloo.close(failed=failed)
+        if self._shared_memory is not None:
+            self._shared_memory.close(failed=failed)
+            self._shared_memory = None
 
     def end_process(self, *, failed: bool) -> None:
         # Torchrun ends the other ranks when it sees that this process has failed.

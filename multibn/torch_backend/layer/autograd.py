@@ -340,7 +340,7 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
         ctx.communicator = communicator
         layer, dtype = communicator.communicator, communicator.dtype
-        return layer_communicator.during(layer, phase, dtype, x.shape[0]).allreduce(x)
+        return layer_communicator.for_phase(layer, phase, dtype, x.shape[0]).allreduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:

@@ -146,7 +146,7 @@ class SyncNormBase(nn.Module):
             (x, *self.parameters(recurse=False))
         ):
             return LOCAL
-        return self.layer_communicator.over(LOCAL)
+        return self.layer_communicator.for_group(LOCAL)
 
     def extra_repr(self) -> str:
         said, group = super().extra_repr(), self.layer_communicator.communicator

@@ -150,7 +150,7 @@ class _Step:
                     needs_gradient=self.needs_gradient, copied=self.copied,
                 )  # fmt: skip
             if isinstance(communicator, LayerCommunicator):
-                communicator.keep(key, plan)
+                communicator.cache_plan(key, plan)
         if self._has_sizes:
             self._plan = ref(plan)
         return plan

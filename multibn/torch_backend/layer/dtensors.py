@@ -48,7 +48,7 @@ def normalize_local(
             communicator, warning = _mesh_communicator(mesh, sharing)
         elif isinstance(communicator.communicator, DefaultCommunicator):
             along, warning = _mesh_communicator(mesh, sharing)
-            communicator = communicator.over(along)
+            communicator = communicator.for_group(along)
     y, batch = function(_localize(args, mesh, sharing), num_channels, communicator)
     if warning:  # after the message: on one rank, it may be an error
         _warn_once(warning)

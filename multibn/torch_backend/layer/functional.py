@@ -209,7 +209,7 @@ def normalize_with_batch_stats(
         with torch.no_grad():  # as the pass runs, for which any kernels will do
             plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
         if layer is not None and key is not None:
-            layer.keep(key, plan)
+            layer.cache_plan(key, plan)
     y, batch = autograd.apply((plan, args), args.x, args.weight, args.bias, args.residual)
     return y, unpack(batch)
 

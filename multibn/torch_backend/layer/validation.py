@@ -185,5 +185,5 @@ def raise_on_all_ranks(
         num_channels = x.shape[1]
     where = x.device if is_tensor and not x.is_meta else "cpu"
     like = torch.empty(0, dtype=torch.float32, device=where)
-    layer_communicator.refuse(communicator, error, num_channels, like)
+    layer_communicator.reject_input(communicator, error, num_channels, like)
     raise error

@@ -17,8 +17,8 @@ from multibn._arrays import to_host
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.channel import at
-from multibn.communicators.diagnostics import display_name, senders
-from multibn.communicators.handshake import agree
+from multibn.communicators.diagnostics import describe_ranks, display_name
+from multibn.communicators.handshake import all_ranks_agree
 from multibn.engine.consistency import check_equal, common_group, differences
 from multibn.engine.running import pool_running
 from multibn.kernels.steps import as_wide
@@ -181,7 +181,7 @@ def sync_running_stats(
         if is_wrong.any():
             first = int(is_wrong.nonzero()[0])
             names = [name for name, m in layers.items() for _ in range(m.running_mean.numel())]
-            where = senders(summed[first : first + 1].tolist(), communicator.size)
+            where = describe_ranks(summed[first : first + 1].tolist(), communicator.size)
             raise FloatingPointError(
                 "running statistics must be finite, and variances not negative: got others in "
                 f"{display_name(names[first] or 'the layer')} on {where}. Restore them from a "
@@ -283,7 +283,7 @@ def average_gradients(
         {"shape": str(tuple(p.shape)), "dtype": str(dtype), "requires_grad": str(p.requires_grad)}
         for p, dtype in zip(parameters, dtypes, strict=True)
     ]
-    is_alike, _ = agree(communicator, "average_gradients", repr(facts))
+    is_alike, _ = all_ranks_agree(communicator, "average_gradients", repr(facts))
     if not is_alike:
         described = {next(names, f"parameters[{i}]"): each for i, each in enumerate(facts)}
         raise RuntimeError(

@@ -62,12 +62,12 @@ def test_the_communicator_of_chainermn_sums_what_is_on_a_gpu(cupy: Any) -> None:
     communicator.comm = PureNcclCommunicator()
     communicator.communication_backend = "nccl"
     x = cupy.asarray(np.arange(3.0))
-    assert communicator.takes(x)
-    assert not communicator.takes(np.ones(3))
+    assert communicator.reduces_on_device(x)
+    assert not communicator.reduces_on_device(np.ones(3))
     np.testing.assert_array_equal(communicator.allreduce(x).get(), np.arange(3.0))
     assert made == [True]
     communicator.communication_backend = "mpi"
-    assert not communicator.takes(x)
+    assert not communicator.reduces_on_device(x)
 
 
 def test_the_gpu_is_that_of_the_array(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,18 @@ from multibn import _platform
 from multibn.communicators.channel import HostArray, spin_seconds
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.transports import shared_memory
-from multibn.communicators.transports.shared_memory import ROOM, SharedMemory, share
+from multibn.communicators.transports.shared_memory import (
+    SLOT_NUMBERS,
+    SharedMemory,
+    create_shared_memory,
+)
 from multibn.communicators.watchdog import RankLostError
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 NEEDS = "torch"
 
-if shared_memory.why_not() is not None:
-    pytest.skip(str(shared_memory.why_not()), allow_module_level=True)
+if shared_memory.unavailable_reason() is not None:
+    pytest.skip(str(shared_memory.unavailable_reason()), allow_module_level=True)
 
 
 def _begun(machine: SharedMemory, a: HostArray) -> Poll:
@@ -38,11 +42,11 @@ def _begun(machine: SharedMemory, a: HostArray) -> Poll:
 
 
 def _met(store: Any, rank: int, size: int) -> Any:
-    """The memory that the ranks share, or None."""
+    """The memory that the ranks create_shared_memory, or None."""
     found: list[Any] = []
 
     def steps() -> Iterator[Poll]:
-        found.append((yield from share(store, rank, size)))
+        found.append((yield from create_shared_memory(store, rank, size)))
 
     assert chain(steps())(10.0)
     return found[0]
@@ -160,14 +164,16 @@ def test_memory_of_another_process_is_not_taken_for_a_ranks() -> None:
 def test_no_rank_has_memory_that_another_cannot_share(
     without: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "why_not", lambda: "none" if _here.rank == without else None)
+    monkeypatch.setattr(
+        shared_memory, "unavailable_reason", lambda: "none" if _here.rank == without else None
+    )
 
     assert _on_ranks(2, lambda machine: machine) == [None] * 2
 
 
 def test_what_has_no_room_is_left_to_others() -> None:
     def prepare(machine: SharedMemory) -> list[bool]:
-        return [machine.prepare(np.ones(n)) is None for n in (1, ROOM, ROOM + 9)]
+        return [machine.prepare(np.ones(n)) is None for n in (1, SLOT_NUMBERS, SLOT_NUMBERS + 9)]
 
     assert _on_ranks(2, prepare) == [[False, False, True]] * 2
 
@@ -320,10 +326,10 @@ def test_why_not_says_what_keeps_memory_from_being_shared(monkeypatch: pytest.Mo
         raise OSError("Cannot allocate memory")
 
     monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "0")
-    assert shared_memory.why_not() == "MULTIBN_SHARED_MEMORY is 0"
+    assert shared_memory.unavailable_reason() == "MULTIBN_SHARED_MEMORY is 0"
     monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "no")
     with pytest.raises(ValueError, match="MULTIBN_SHARED_MEMORY must be 0 or 1: got 'no'"):
-        shared_memory.why_not()
+        shared_memory.unavailable_reason()
     monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "1")
     monkeypatch.setattr(_platform.metadata, "distributions", lambda **_: [])  # no other one
     for where, name, instead, said in (
@@ -333,6 +339,6 @@ def test_why_not_says_what_keeps_memory_from_being_shared(monkeypatch: pytest.Mo
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, instead)
-            assert said in str(shared_memory.why_not())
+            assert said in str(shared_memory.unavailable_reason())
     monkeypatch.delattr(os, "memfd_create")
-    assert shared_memory.why_not() == "needs Linux"
+    assert shared_memory.unavailable_reason() == "needs Linux"

@@ -129,9 +129,9 @@ def test_a_fork_has_a_messenger_of_its_own() -> None:
 
 
 def test_while_a_rank_is_late_the_others_ask_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "why_not", lambda: "none")
+    monkeypatch.setattr(shared_memory, "unavailable_reason", lambda: "none")
     asked = Counting()
-    meetings = [chain(shared_memory.share(asked, r, SIZE)) for r in range(SIZE - 1)]
+    meetings = [chain(shared_memory.create_shared_memory(asked, r, SIZE)) for r in range(SIZE - 1)]
     for done in meetings:
         assert not done(0.0)
     asked.take()

@@ -1,4 +1,4 @@
-"""Messages that GPUs have summed, at which the host looks about a step later, by copies of them."""
+"""Deferred checks: GPU messages are copied to the host, and checked about a step later."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -11,56 +11,56 @@ from multibn import wire
 from multibn._arrays import array_namespace, on_device_of, to_host
 from multibn._typing import Array, HostArray
 
-# The kind of a message of compiled code, which may be in the memory of a CUDA graph: torch raises
-# where something is kept of that, also of what a look makes there.
-COPIED: Any = "copied"
+# The kind of a message of compiled code, which may be in the memory of a CUDA graph: torch forbids
+# keeping tensors there, or views of them.
+IN_GRAPH_MEMORY: Any = "copied"
 
 
-class Unread:
-    """The messages of a group that nobody has read."""
+class DeferredChecks:
+    """The messages of a group that are not checked yet."""
 
     def __init__(self) -> None:
         # The latest ones, and those before them, whose copies are under way.
-        self._unread: list[Summed] = []
+        self._unread: list[PendingMessage] = []
         self._arriving: list[_Copy] = []
         self._pinned: dict[Any, list[Any]] = {}
-        # At how many messages the host looks together: about half a step's, so that it waits for
-        # none, and not fewer than 4, for a layer called several times in a row.
-        self.together = 4
+        # Check this many messages at once: about half a step's, so that their copies have arrived,
+        # and not fewer than 4, for a layer called several times in a row.
+        self.batch_size = 4
 
-    def keep(self, message: "Summed") -> None:
-        """Keep a message that a GPU has summed, at which the host looks about a step later."""
-        if message.kind is COPIED:
+    def add(self, message: "PendingMessage") -> None:
+        """Add a summed GPU message, which is checked about a step later."""
+        if message.kind is IN_GRAPH_MEMORY:
             message = message._replace(numbers=begin_copy(message.numbers, self._pinned))
         self._unread.append(message)
 
-    def look_if_due(self, kind: object = None) -> None:
-        """Look at messages of long ago, before one of this kind. Raises on all ranks if it raises.
+    def check_if_due(self, kind: object = None) -> None:
+        """Check messages of long ago, before one of this kind. Raises on all ranks if it raises.
 
         A group's messages have one order on all ranks, which raise at the same moment.
         """
-        if len(self._unread) >= self.together:
+        if len(self._unread) >= self.batch_size:
             self._send(kind)
 
-    def look(self) -> None:
-        """Look at all messages that GPUs have summed."""
+    def flush(self) -> None:
+        """Check all messages that GPUs have summed."""
         self._send()
         self._receive()
 
     def _send(self, kind: object = None) -> None:
-        """Begin the copies of messages that nobody has read, after a look at those before."""
+        """Check the messages already copied, then begin to copy the others."""
         self._receive()
-        groups: dict[Any, list[Summed]] = {}
+        groups: dict[Any, list[PendingMessage]] = {}
         for each in self._unread:
             groups.setdefault(each.kind, []).append(each)
         self._unread = []
         for of_kind, sent in groups.items():
-            if of_kind is COPIED:
+            if of_kind is IN_GRAPH_MEMORY:
                 self._arriving.append(_Copy(sent, [each.numbers for each in sent]))
                 continue
             numbers = sent[0].numbers
             with on_device_of(numbers), on_stream(of_kind[2], numbers):
-                if kind is COPIED:
+                if kind is IN_GRAPH_MEMORY:
                     waits = [begin_copy(each.numbers, self._pinned) for each in sent]
                     self._arriving.append(_Copy(sent, waits))
                     continue
@@ -81,14 +81,14 @@ class Unread:
             raise
 
 
-class Summed(NamedTuple):
+class PendingMessage(NamedTuple):
     """A message that a GPU has summed."""
 
     phase: Callable[[], Any]  # weak: the group's messages keep no model alive
     call: int
     numbers: Any  # an array, or what waits for a copy
     expected: Sequence[float]  # of the head
-    kind: Any  # shape, device and stream, or COPIED
+    kind: Any  # shape, device and stream, or IN_GRAPH_MEMORY
 
 
 class _Copy(NamedTuple):
@@ -98,7 +98,7 @@ class _Copy(NamedTuple):
     are on their way.
     """
 
-    messages: list[Summed]
+    messages: list[PendingMessage]
     numbers: Any
     wait: Callable[[], HostArray] | None = None
 
@@ -120,7 +120,7 @@ class _Copy(NamedTuple):
 
 
 def is_captured(x: Array, /) -> bool:
-    """Whether a CUDA graph captures what is done with `x`, in which no copy can be looked at."""
+    """Whether a CUDA graph is being captured on the GPU of `x`: nothing may wait for the host."""
     if getattr(x, "is_cuda", False):  # torch's
         cuda, device = sys.modules["torch"].cuda, x.get_device()
         if device == cuda.current_device():
