@@ -56,7 +56,7 @@ def collect() -> dict[str, Any]:
     check_timeout()
     versions: dict[str, str | None] = {"multibn": __version__, "python": platform.python_version()}
     distributions = metadata.packages_distributions()
-    for name in ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py"):
+    for name in ("numpy", "torch", "triton", "flax", "jax", "chainer", "cupy", "mpi4py"):
         # Python 3.10 does not know of wheels that list no top-level names, as numpy's.
         found = next(iter(metadata.distributions(name=distributions.get(name, [name])[0])), None)
         versions[name] = found.version if found and importable(name) else None
@@ -75,9 +75,10 @@ def _what_works(
 ) -> str:
     """One sentence about the frameworks, and the launchers under which each can run."""
     launchers = {name for name, way in messages.items() if not way.startswith("nothing")}
+    under = {"torch": launchers, "chainer": launchers & {"mpiexec"}, "flax": ()}
     works = [
         f"{framework} {_listed(['in one process', *(f'under {name}' for name in sorted(able))])}"
-        for framework, able in (("torch", launchers), ("chainer", launchers & {"mpiexec"}))
+        for framework, able in under.items()
         if versions[framework]
     ]
     slow = "slow" in f"{kernels['host']} {messages}"

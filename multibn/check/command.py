@@ -123,6 +123,7 @@ def collect(communicator: Communicator) -> dict[str, Any]:
         | ({"note": _FASTER} if over == "shared memory" else {}),
         "numbers": {
             name: {"error": float(f"{e.error:.2g}"), "bound": e.bound, "in": e.quantity}
+            | {"verdict": "ok" if e.ratio <= 1 else "WRONG"}
             for name, e in sorted(numbers.items())
         },
         "microseconds": times,

@@ -110,7 +110,8 @@ def test_the_report_for_people_ends_with_the_verdict(
     monkeypatch.setattr(command, "_comparisons", lambda *about: [])
     assert cli.main(["check"]) == status
     printed = capsys.readouterr()
-    assert "numbers      torch, float32  error" in printed.out
+    row = rf"numbers      torch, float32  error {ratio * 1e-6:g}, bound 1e-06, in dx, verdict (.*)"
+    assert re.findall(row, printed.out) == ["WRONG" if status else "ok"]
     assert printed.out.splitlines()[-1].endswith(verdict)
     assert re.search(r"^ *\d+ s: checking results", printed.err, re.MULTILINE)
 

@@ -59,6 +59,7 @@ def _said(monkeypatch: Any, *present: str) -> str:
         ([], '"torch": null'),
         ([], '"works here": "nothing: pip install'),
         (["torch"], '"works here": "torch in one process and under torchrun'),
+        (["flax"], '"works here": "flax in one process"'),
         (
             ["torch", "mpi4py"],
             '"works here": "torch in one process, under mpiexec and under torchrun',
@@ -129,7 +130,7 @@ def test_sources_that_hide_an_installation_are_told_apart(tmp_path: Path) -> Non
         [sys.executable, "-m", "multibn", "info"], capture_output=True, text=True,
         cwd=sources, env=environment() | {"PYTHONPATH": str(installed)},
     )  # fmt: skip
-    hidden = f"The sources in {sources / 'multibn'} hide {installed / 'multibn'}, which is inst"
+    hidden = f"source tree {sources / 'multibn'} shadows the package in {installed / 'multibn'}: "
     for part in ("reference (slow): the C core is missing", "no shared memory, the part in C is"):
         assert hidden in next(line for line in ran.stdout.splitlines() if part in line)
 
