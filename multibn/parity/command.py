@@ -22,7 +22,7 @@ NEEDS = {
     "torch": ["torch"],
     "chainer": ["chainer"],
     "flax": ["flax", "jax"],
-    "models": ["torch", "chainer"],
+    "models": [],
     "single process": [],
     "gloo": ["torch"],
     "mpi": ["mpi4py"],
@@ -51,10 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODULE:FUNCTION",
         help="instead, compare a pair of models of your own in one process and on ranks: "
-        "FUNCTION() returns a torch model, a Chainer model with the same layers, names and eps, "
-        "whose weights are carried over, and an example input, a NumPy array of 3 or more samples. "
-        "It returns the same on every call. The models return an array with an entry for each "
-        "sample, and draw no random numbers",
+        "FUNCTION() returns two of a torch model, a Chainer model and a model of flax.nnx, in this "
+        "order, and an example input for both, a NumPy array of 3 or more samples. The models have "
+        "the same layers, names and options; the second's weights are carried over. FUNCTION "
+        "returns the same on every call. The models return an array with an entry for each "
+        "sample, and draw no random numbers. A flax model runs in one process only",
     )
 
 

@@ -1,20 +1,21 @@
-"""The user's own pair of models, in torch and in Chainer, and its comparison on each rank."""
+"""The user's own pair of models, in two frameworks, and its comparison on each rank."""
 
 import importlib
 import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 
+from multibn._platform import importable
+from multibn.checkpoint.translate import KEY_NAMES, _translate
 from multibn.communicators import Communicator, SingleProcess
-from multibn.options import NormOptions
 from multibn.parity import oracle
+from multibn.parity.models import KINDS, ChainerModel, FlaxModel, Model, model_of
 from multibn.parity.oracle import Array
-from multibn.parity.worker import Arrays, Chainer, Error, Torch
+from multibn.parity.worker import Arrays, Error
 
 # Bounds of models, wider than those of single layers: rounding errors grow with depth.
 MODEL_BOUNDS = {
@@ -27,33 +28,39 @@ def compare_models(communicator: Communicator, path: str) -> list[Error]:
     """The errors of a pair of the user's models, which "module:function" returns. Collective.
 
     Each rank has a part of the example input, and batch normalization is synchronized; alone, the
-    models get the whole input. Where options of layers differ, these are the errors.
+    models get the whole input. A flax model runs alone. Where options of layers differ, these are
+    the errors.
     """
-    torch_model, chainer_model, x, unlike = load_pair(path)
+    first, second, x, unlike = load_pair(path)
     if unlike:
         return unlike
-    alone, first_alone = _steps(torch_model, chainer_model, x)
-    torch_model, chainer_model, *_ = load_pair(path, communicator)
+    alone, first_alone = _steps(first, second, x)
+    first, second, *_ = load_pair(path, communicator)
     indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
-    shared, first_shared = _steps(torch_model, chainer_model, x[indices])
+    of_parts = [{name: a[indices] for name, a in arrays.items()} for arrays in alone]
+    shared, first_shared = _steps(first, second, x[indices], of_parts)
+    one, two = (model.title.lower() for model in (first, second))
     errors = []
     for name, bound in MODEL_BOUNDS[x.dtype.name].items():
-        torchs, chainers = (arrays[name] for arrays in alone)
-        of_torch, of_chainer = (arrays[name] for arrays in shared)
+        firsts, seconds = (arrays[name] for arrays in alone)
+        of_first, of_second = (arrays[name] for arrays in shared)
         for case, got, right, layer in (
-            ("torch and chainer alone", torchs, chainers, first_alone),
-            ("torch and chainer on ranks", of_torch, of_chainer, first_shared),
-            ("torch alone and on ranks", of_torch, torchs[indices], ""),
-            ("chainer alone and on ranks", of_chainer, chainers[indices], ""),
+            (f"{one} and {two} alone", firsts, seconds, first_alone),
+            (f"{one} and {two} on ranks", of_first, of_second, first_shared),
+            (f"{one} alone and on ranks", of_first, firsts[indices], ""),
+            (f"{two} alone and on ranks", of_second, seconds[indices], ""),
         ):
-            error = oracle.relative_error(got, right, chainers)
+            if case == "flax alone and on ranks":  # the same arrays
+                continue
+            error = oracle.relative_error(got, right, seconds)
             errors.append(Error(error / bound, error, bound, name, case, "models", "", layer))
     return errors
 
 
 def find(path: str) -> Callable[[], Any]:
     """The user's function that "module:function" names."""
-    import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
+    if importable("chainer"):
+        import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
 
     module, _, name = path.partition(":")
     if not name:
@@ -70,45 +77,33 @@ def load_pair(
     """The user's models, their input, and the errors of their options.
 
     The batch normalizations share with nobody, or with the ranks of a communicator. Without
-    errors, torch's model has the state of Chainer's. Raises ValueError for what is no pair.
+    errors, the first model has the state of the second. Raises ValueError for what is no pair.
     """
-    function = find(path)  # makes Chainer importable
-    from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
-    from multibn.torch_backend import convert_sync_batchnorm
-
-    # isort: split
-    from chainer import links as L
-
-    torch_model, chainer_model, x = _call_factory(path, function)
-    _set_ranks(path, torch_model, chainer_model, SingleProcess())
-    _check_call(f"the torch model of {path}", Torch(torch_model), x)
-    _check_call(f"the Chainer model of {path}", Chainer(chainer_model), x)
-    if unlike := list(_option_differences(torch_model, chainer_model)):
-        return torch_model, chainer_model, x, unlike
-    _load(path, torch_model, chainer_model)
-    if communicator is not None:
-        _set_ranks(path, torch_model, chainer_model, communicator)
-        links = list(chainer_model.links())
-        is_plain = not any(isinstance(link, MultiNodeBatchNormalization) for link in links)
+    first, second, x = _call_factory(path, find(path))
+    for model in (first, second):
+        _set_ranks(path, model, SingleProcess())
+        _check_call(f"the {model.title} model of {path}", model, x)
+    if unlike := list(_option_differences(first, second)):
+        return first, second, x, unlike
+    _load(path, first, second)
+    if communicator is None:
+        return first, second, x, []
+    for model in (first, second):
+        _set_ranks(path, model, communicator)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*statistics will not be synchronized: ")
             try:
-                torch_model = convert_sync_batchnorm(torch_model, communicator)
-                if is_plain or any(isinstance(link, L.BatchNormalization) for link in links):
-                    chainer_model = create_mnbn_model(chainer_model, communicator)
+                model.synchronize(communicator)
             except UserWarning as warning:
                 raise ValueError(
                     f"the models of {path} must have layers that can be converted: {warning}"
                 ) from warning
-    return torch_model, chainer_model, x, []
+    return first, second, x, []
 
 
 def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Array]:
     """The pair and the example input that the user's function returns; raises for anything else."""
-    import chainer
     import torch
-    from chainer import links as L
-    from torch import nn
 
     # All calls must return models with the same weights.
     torch.manual_seed(0)
@@ -121,14 +116,21 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
             f"{path} has raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
         ) from error
     each = found if isinstance(found, tuple | list) else (found,)
-    kinds = nn.Module, chainer.Link, np.ndarray
-    if len(each) != 3 or not all(map(isinstance, each, kinds)):
+    models = [model for model in map(model_of, each) if model is not None]
+    order = [KINDS.index(type(model)) for model in models]
+    if (
+        len(each) != 3
+        or len({*order}) < 2
+        or order != sorted(order)
+        or not isinstance(each[2], np.ndarray)
+    ):
         raise ValueError(
-            f"{path} must return a torch.nn.Module, a chainer.Link and a NumPy array: got "
+            f"{path} must return two of a torch.nn.Module, a chainer.Link and a flax.nnx.Module, "
+            "in this order, and a NumPy array: got "
             f"{', '.join(type(v).__qualname__ for v in each)}."
         )
-    torch_model, chainer_model, x = each
-    if isinstance(chainer_model, L.Classifier):
+    (first, second), x = models, each[2]
+    if isinstance(second, ChainerModel) and type(second.link).__name__ == "Classifier":
         raise ValueError(
             f"{path} must return a model without a loss: got an L.Classifier. Return its predictor."
         )
@@ -136,10 +138,10 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
         raise ValueError(f"the example input must be float32 or float64: got {x.dtype} of {path}.")
     if len(x) < 3:  # two become 1 and -1, and dx is 0
         raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
-    return torch_model, chainer_model, x
+    return first, second, x
 
 
-def _check_call(whose: str, model: Torch | Chainer, x: Array) -> None:
+def _check_call(whose: str, model: Model, x: Array) -> None:
     """Raise unless a model takes the example; links that wait for an input get their size."""
     try:
         shape = model.evaluate(x).shape
@@ -155,123 +157,72 @@ def _check_call(whose: str, model: Torch | Chainer, x: Array) -> None:
         )
 
 
-def _load(path: str, torch_model: Any, chainer_model: Any) -> None:
-    """Give torch's model the state of Chainer's."""
-    import torch
-    from chainer.serializers import DictionarySerializer
-
-    from multibn import checkpoint
-
-    serializer = DictionarySerializer()
-    serializer.save(chainer_model)
-    state = checkpoint.chainer_to_torch(serializer.target).state
+def _load(path: str, first: Any, second: Any) -> None:
+    """Give the first model the state of the second."""
     try:
-        torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
-    except RuntimeError as error:
+        source, target = (KEY_NAMES[model.title.lower()] for model in (second, first))
+        first.load(_translate(second.state(), source, target, None).state)
+    except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
             f"the models of {path} must have layers of the same names and sizes: "
             f"{' '.join(str(error).split())}"
         ) from error
 
 
-def _set_ranks(path: str, torch_model: Any, chainer_model: Any, ranks: Communicator) -> None:
+def _set_ranks(path: str, model: Model, ranks: Communicator) -> None:
     """Set the communicator of multibn's layers; raise for other synchronized layers."""
-    from torch import nn
-
-    from multibn.chainer_backend import MultiNodeBatchNormalization
-    from multibn.torch_backend import SyncBatchNorm
-
-    for layer in (*torch_model.modules(), *chainer_model.links()):
-        if isinstance(layer, SyncBatchNorm):
+    for layer in model.norms():
+        name, package = type(layer).__qualname__, type(layer).__module__.partition(".")[0]
+        if hasattr(layer, "norm_options"):
             layer.process_group = ranks
-        elif isinstance(layer, MultiNodeBatchNormalization):
+        elif package == "multibn" and hasattr(layer, "comm"):
             layer.comm = ranks
-        elif isinstance(layer, nn.SyncBatchNorm) or "MultiNode" in type(layer).__name__:
-            kind = f"{type(layer).__module__.partition('.')[0]}'s {type(layer).__qualname__}"
+        elif (package, name) == ("torch", "SyncBatchNorm") or "MultiNode" in name:
             raise ValueError(
                 f"the models of {path} must use unsynchronized layers, nn.BatchNorm2d and "
-                f"L.BatchNormalization for example, which the comparison converts: got {kind}."
+                f"L.BatchNormalization for example, which the comparison converts: got "
+                f"{package}'s {name}."
             )
 
 
-def _option_differences(torch_model: Any, chainer_model: Any) -> Iterator[Error]:
+def _option_differences(first: Model, second: Model) -> Iterator[Error]:
     """An error for each pair of layers of one name whose options differ."""
-    links = {path[1:].replace("/", "."): link for path, link in chainer_model.namedlinks()}
-    for name, layer in torch_model.named_modules():
-        link: Any = links.get(name)
-        if not (hasattr(layer, "eps") and hasattr(link, "eps")):
-            continue
-        of_torch, of_chainer = (vars(NormOptions.of(v)) for v in (layer, link))
-        options = {name: [v, of_chainer[name]] for name, v in of_torch.items()}
-        del options["fuse_relu"]  # the other model may have a ReLU of its own
-        if hasattr(layer, "running_var") and hasattr(link, "avg_var"):
-            options["momentum (1 - decay)"] = [layer.momentum, round(1 - link.decay, 12)]
-            options["affine (gamma)"] = [layer.weight is not None, link.gamma is not None]
-            options["bias (beta)"] = [layer.bias is not None, link.beta is not None]
-            options["running_var (avg_var)"] = [
-                getattr(layer, "running_var_convention", "unbiased_global"),
-                getattr(link, "avg_var_convention", "unbiased_global"),
-            ]
-        for option, (torchs, chainers) in options.items():
-            if torchs != chainers:
-                text = f"{option} is {torchs} in torch, {chainers} in Chainer"
+    others = dict(second.options())
+    for name, options in first.options():
+        for option, value in options.items():
+            other = others.get(name, {}).get(option, value)
+            if value != other:
+                text = f"{option} is {value} in {first.title}, {other} in {second.title}"
                 yield Error(math.inf, math.inf, 0.0, option, name, "models", text)
 
 
-def _steps(torch_model: Any, chainer_model: Any, x: Array) -> tuple[list[Arrays], str]:
-    """Return each model's arrays of a training step and an evaluation; and, see `_first_layer`."""
-    surfaces: tuple[Any, ...] = Torch(torch_model), Chainer(chainer_model)
-    arrays, outputs = [], []
-    for surface, recorded in zip(surfaces, (_torch_outputs, _chainer_outputs), strict=True):
-        with recorded(torch_model, chainer_model) as of_layers:
-            y, dx = surface.train(x)
+def _steps(
+    first: Any, second: Any, x: Array, known: Any = (None, None)
+) -> tuple[list[Arrays], str]:
+    """Return each model's arrays of a training step and an evaluation; and, see `_first_layer`.
+
+    A flax model does not run where its arrays are `known`.
+    """
+    arrays: list[Arrays] = []
+    outputs: list[Arrays] = []
+    for model, of_model in zip((first, second), known, strict=True):
+        if of_model is not None and isinstance(model, FlaxModel):
+            arrays.append(of_model)
+            continue
+        with model.outputs() as of_layers:
+            y, dx = model.train(x)
         outputs.append(of_layers)
-        arrays.append({"y": y, "dx": dx, "eval": surface.evaluate(x)})
-    of_torch, of_chainer = outputs
-    return arrays, _first_layer(of_torch, of_chainer, MODEL_BOUNDS[x.dtype.name]["y"])
+        arrays.append({"y": y, "dx": dx, "eval": model.evaluate(x)})
+    bound = MODEL_BOUNDS[x.dtype.name]["y"]
+    return arrays, _first_layer(outputs[0], outputs[-1], bound)
 
 
-def _first_layer(of_torch: Arrays, of_chainer: Arrays, bound: float) -> str:
+def _first_layer(of_first: Arrays, of_second: Arrays, bound: float) -> str:
     """Return the first layer, in the order of calls, whose output differs by more than `bound`."""
-    differing = (
-        name
-        for name, y in of_torch.items()
-        if name in of_chainer and oracle.relative_error(y, of_chainer[name]) > bound
-    )
-    return next(differing, "")
-
-
-@contextmanager
-def _torch_outputs(model: Any, _: Any) -> Iterator[Arrays]:
-    """Record the output of each layer's first call, by the layer's name, but not the model's."""
-    outputs: Arrays = {}
-
-    def record(name: str) -> Callable[[Any, Any, Any], None]:
-        def hook(_layer: Any, _args: Any, y: Any) -> None:
-            if hasattr(y, "detach"):
-                outputs.setdefault(name, y.detach().numpy().copy())
-
-        return hook
-
-    named = [(name, layer) for name, layer in model.named_modules() if name]
-    hooks = [layer.register_forward_hook(record(name)) for name, layer in named]
-    yield outputs
-    for hook in hooks:
-        hook.remove()
-
-
-@contextmanager
-def _chainer_outputs(_: Any, model: Any) -> Iterator[Arrays]:
-    """Record as `_torch_outputs`."""
-    from chainer import LinkHook
-
-    outputs: Arrays = {}
-    names = {id(link): path[1:].replace("/", ".") for path, link in model.namedlinks()}
-
-    class Recorder(LinkHook):
-        def forward_postprocess(self, args: Any) -> None:
-            if hasattr(args.out, "array"):
-                outputs.setdefault(names.get(id(args.link), ""), args.out.array.copy())
-
-    with Recorder():
-        yield outputs
+    for name, y in of_first.items():
+        other = of_second.get(name, y)
+        if other.shape != y.shape and other.ndim > 2:  # flax has the channels last
+            other = np.moveaxis(other, -1, 1)
+        if oracle.relative_error(y, other) > bound:
+            return name
+    return ""

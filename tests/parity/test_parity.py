@@ -114,7 +114,7 @@ def test_what_cannot_run_says_why(monkeypatch: Any) -> None:
     assert command.missing("torch", "mpi") == "no mpiexec on PATH"
     reason = "chainer is not installed; no mpiexec on PATH"
     assert command.missing("torch", "chainermn naive") == reason
-    assert command.missing("models", "gloo") == "chainer is not installed"
+    assert command.missing("models", "gloo") == ""
 
 
 def test_where_nothing_can_run_the_exit_status_is_2(monkeypatch: Any, capsys: Any) -> None:
@@ -342,7 +342,7 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
     [
         (
             lambda *_: None,
-            "must return a torch.nn.Module, a chainer.Link and a NumPy array: got NoneT",
+            "must return two of .*, a chainer.Link and a .* NumPy array: got NoneT",
         ),
         (lambda *pair: pair[:2], r"and a NumPy array: got TorchModel, ChainerModel\."),
         (lambda t, c, x: (c, t, x), r"array: got ChainerModel, TorchModel, ndarray\."),
@@ -411,8 +411,29 @@ def test_links_beside_one_that_shares_already_are_converted(monkeypatch: Any) ->
         chainer_model.shared = MultiNodeBatchNormalization(4, None, eps=1e-5)
     monkeypatch.setattr(models, "pair", lambda: made)
     _, converted, _, errors = pair.load_pair(PAIR, SingleProcess())
-    kinds = {type(link) for link in (converted.bn, converted.shared)}
+    kinds = {type(link) for link in (converted.link.bn, converted.link.shared)}
     assert (kinds, errors) == ({MultiNodeBatchNormalization}, [])
+
+
+@pytest.mark.parametrize("function, other", [("pair", "torch"), ("chainer_pair", "chainer")])
+def test_a_model_of_flax_is_compared_with_any_other(function: str, other: str) -> None:
+    require.need("torch", "chainer", "flax")
+    errors = pair.compare_models(SingleProcess(), f"tests.helpers.flax_models:{function}")
+    assert max(e.ratio for e in errors) < 1
+    cases = [f"{other} and flax alone", f"{other} and flax on ranks", f"{other} alone and on ranks"]
+    assert [e.case for e in errors] == 3 * cases
+
+
+def test_the_layer_and_the_options_in_which_a_model_of_flax_differs_are_named() -> None:
+    require.need("torch", "flax")
+    found = pair.compare_models(SingleProcess(), "tests.helpers.flax_models:of_other_options")
+    assert [e.text for e in found] == [
+        "eps is 1e-05 in torch, 0.001 in flax",
+        "momentum (1 - decay) is 0.1 in torch, 0.01 in flax",
+        "running_var (avg_var) is unbiased_global in torch, biased in flax",
+    ]
+    found = pair.compare_models(SingleProcess(), "tests.helpers.flax_models:unlike")
+    assert {e.layer for e in found if e.ratio > 1 and "alone" in e.case} == {"fc"}
 
 
 def test_a_rank_without_a_sample_is_refused(monkeypatch: Any, capsys: Any) -> None:
