@@ -418,7 +418,7 @@ def test_links_beside_one_that_shares_already_are_converted(monkeypatch: Any) ->
 @pytest.mark.parametrize("function, other", [("pair", "torch"), ("chainer_pair", "chainer")])
 def test_a_model_of_flax_is_compared_with_any_other(function: str, other: str) -> None:
     require.need("torch", "chainer", "flax")
-    errors = pair.compare_models(SingleProcess(), f"tests.helpers.flax_models:{function}")
+    errors = pair.compare_models(SingleProcess(), f"tests.parity.flax_models:{function}")
     assert max(e.ratio for e in errors) < 1
     cases = [f"{other} and flax alone", f"{other} and flax on ranks", f"{other} alone and on ranks"]
     assert [e.case for e in errors] == 3 * cases
@@ -426,13 +426,13 @@ def test_a_model_of_flax_is_compared_with_any_other(function: str, other: str) -
 
 def test_the_layer_and_the_options_in_which_a_model_of_flax_differs_are_named() -> None:
     require.need("torch", "flax")
-    found = pair.compare_models(SingleProcess(), "tests.helpers.flax_models:of_other_options")
+    found = pair.compare_models(SingleProcess(), "tests.parity.flax_models:of_other_options")
     assert [e.text for e in found] == [
         "eps is 1e-05 in torch, 0.001 in flax",
         "momentum (1 - decay) is 0.1 in torch, 0.01 in flax",
         "running_var (avg_var) is unbiased_global in torch, biased in flax",
     ]
-    found = pair.compare_models(SingleProcess(), "tests.helpers.flax_models:unlike")
+    found = pair.compare_models(SingleProcess(), "tests.parity.flax_models:unlike")
     assert {e.layer for e in found if e.ratio > 1 and "alone" in e.case} == {"fc"}
 
 

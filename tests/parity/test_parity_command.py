@@ -55,11 +55,12 @@ def test_all_quantities_of_the_chosen_cases_are_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", ["models:pair", "models:shared_pair", "flax_models:chainer_pair"]
+    "function",
+    ["helpers.models:pair", "helpers.models:shared_pair", "parity.flax_models:chainer_pair"],
 )
 def test_a_pair_of_models_is_compared_on_two_ranks(function: str) -> None:
     require.need("torch", "chainer", *["flax"] * ("flax" in function))
-    row, counts = _parity("--model", f"tests.helpers.{function}")
+    row, counts = _parity("--model", f"tests.{function}")
     assert row.startswith("gloo x2             models ")
     assert counts == "1 ok"
 
