@@ -150,7 +150,7 @@ class FlaxModel:
         return {".".join(map(str, path)): np.asarray(v[...]) for path, v in flat}
 
     def train(self, x: Array) -> tuple[Array, Array]:
-        """As `Torch.train`; once before without a gradient, whose outputs can be read."""
+        """Train as `Torch.train`, after a pass without gradient, whose outputs can be read."""
         import jax
         from flax import nnx
 
