@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,30 +16,41 @@ from multibn._typing import Array, HostArray
 IN_GRAPH_MEMORY: Any = "copied"
 
 
+# A summed message: an array, or a function that waits for its copy; the head that is expected; and
+# the function that raises for a message that is unusual.
+_Message: TypeAlias = tuple[Any, Sequence[float], Callable[[HostArray], None]]
+
+
 class DeferredChecks:
     """The messages of a group that are not checked yet."""
 
     def __init__(self) -> None:
-        # The latest ones, and those before them, whose copies are under way.
-        self._unread: list[PendingMessage] = []
-        self._arriving: list[_Copy] = []
+        self._pending: dict[Any, list[_Message]] = {}  # the latest ones, by their kinds
+        # Those before them, whose copies have begun: each message's own, or one of the heads and
+        # the largest number of all, with their array on the GPU and a function that waits.
+        self._arriving: list[tuple[list[_Message], Any, Callable[[], HostArray] | None]] = []
         self._pinned: dict[Any, list[Any]] = {}
         # Check this many messages at once: about half a step's, so that their copies have arrived,
         # and not fewer than 4, for a layer called several times in a row.
         self.batch_size = 4
 
-    def add(self, message: "PendingMessage") -> None:
-        """Add a summed GPU message, which is checked about a step later."""
-        if message.kind is IN_GRAPH_MEMORY:
-            message = message._replace(numbers=begin_copy(message.numbers, self._pinned))
-        self._unread.append(message)
+    def add(
+        self, numbers: Any, kind: Any, expected: Sequence[float], check: Callable[[HostArray], None]
+    ) -> None:
+        """Add a summed GPU message, which is checked about a step later.
+
+        The `kind` is the message's shape, device and stream, or IN_GRAPH_MEMORY.
+        """
+        if kind is IN_GRAPH_MEMORY:
+            numbers = begin_copy(numbers, self._pinned)
+        self._pending.setdefault(kind, []).append((numbers, expected, check))
 
     def check_if_due(self, kind: object = None) -> None:
         """Check messages of long ago, before one of this kind. Raises on all ranks if it raises.
 
         A group's messages have one order on all ranks, which raise at the same moment.
         """
-        if len(self._unread) >= self.batch_size:
+        if sum(map(len, self._pending.values())) >= self.batch_size:
             self._send(kind)
 
     def flush(self) -> None:
@@ -50,73 +61,41 @@ class DeferredChecks:
     def _send(self, kind: object = None) -> None:
         """Check the messages already copied, then begin to copy the others."""
         self._receive()
-        groups: dict[Any, list[PendingMessage]] = {}
-        for each in self._unread:
-            groups.setdefault(each.kind, []).append(each)
-        self._unread = []
-        for of_kind, sent in groups.items():
+        pending, self._pending = self._pending, {}
+        for of_kind, messages in pending.items():
+            numbers: Any = [each[0] for each in messages]
             if of_kind is IN_GRAPH_MEMORY:
-                self._arriving.append(_Copy(sent, [each.numbers for each in sent]))
+                self._arriving.append((messages, numbers, None))
                 continue
-            numbers = sent[0].numbers
-            with on_device_of(numbers), on_stream(of_kind[2], numbers):
+            with on_device_of(numbers[0]), on_stream(of_kind[2], numbers[0]):
                 if kind is IN_GRAPH_MEMORY:
-                    waits = [begin_copy(each.numbers, self._pinned) for each in sent]
-                    self._arriving.append(_Copy(sent, waits))
+                    waits = [begin_copy(each, self._pinned) for each in numbers]
+                    self._arriving.append((messages, waits, None))
                     continue
-                xp = array_namespace(numbers)
-                every = xp.stack([each.numbers for each in sent])
+                xp = array_namespace(numbers[0])
+                every = xp.stack(numbers)
                 largest = xp.reshape(xp.max(xp.abs(every)), (1,))
-                told = xp.concat([xp.reshape(every[:, : wire.HEAD], (-1,)), largest])
-                self._arriving.append(_Copy(sent, every, begin_copy(told, self._pinned)))
+                summary = xp.concat([xp.reshape(every[:, : wire.HEAD], (-1,)), largest])
+                self._arriving.append((messages, every, begin_copy(summary, self._pinned)))
 
     def _receive(self) -> None:
-        """Look at the messages whose copies are under way; at each if anything is unusual."""
-        copies, self._arriving = self._arriving, []
+        """Check the messages whose copies have begun; one by one if anything is unusual."""
+        arriving, self._arriving = self._arriving, []
         try:
-            for copy in copies:
-                copy.look()
+            for messages, numbers, wait in arriving:
+                if wait is not None:
+                    *heads, largest = wait().tolist()
+                    expected = [v for each in messages for v in each[1]]
+                    if largest < wire.LARGEST_SUM and heads == expected:
+                        continue
+                for (_, head, check), each in zip(messages, numbers, strict=True):
+                    summed = each() if wait is None else to_host(each)
+                    is_usual = summed[: wire.HEAD].tolist() == head
+                    if not (is_usual and np.abs(summed).max() < wire.LARGEST_SUM):
+                        check(summed)
         except Exception:
-            self._unread.clear()  # what follows an error says nothing new
+            self._pending.clear()  # what follows an error says nothing new
             raise
-
-
-class PendingMessage(NamedTuple):
-    """A message that a GPU has summed."""
-
-    phase: Callable[[], Any]  # weak: the group's messages keep no model alive
-    call: int
-    numbers: Any  # an array, or what waits for a copy
-    expected: Sequence[float]  # of the head
-    kind: Any  # shape, device and stream, or IN_GRAPH_MEMORY
-
-
-class _Copy(NamedTuple):
-    """Messages of one kind on their way to the host.
-
-    Each by a copy of its own; or in one array on the GPU, of which their heads and largest number
-    are on their way.
-    """
-
-    messages: list[PendingMessage]
-    numbers: Any
-    wait: Callable[[], HostArray] | None = None
-
-    def look(self) -> None:
-        """Look at the messages; one by one if anything is unusual."""
-        if self.wait is not None:
-            *heads, largest = self.wait().tolist()
-            expected = [v for each in self.messages for v in each.expected]
-            if largest < wire.LARGEST_SUM and heads == expected:
-                return
-        for each, numbers in zip(self.messages, self.numbers, strict=True):
-            summed = numbers() if self.wait is None else to_host(numbers)
-            is_usual = summed[: wire.HEAD].tolist() == each.expected
-            if is_usual and np.abs(summed).max() < wire.LARGEST_SUM:
-                continue
-            phase = each.phase()
-            if phase is not None:
-                phase.check(summed, each.call)
 
 
 def is_captured(x: Array, /) -> bool:

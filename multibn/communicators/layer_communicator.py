@@ -7,9 +7,9 @@ ranks see the same sum of heads, so that all of them turn to ask each other in t
 """
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from typing import Any, NamedTuple
-from weakref import ref
+from functools import cached_property, partial
+from typing import Any
+from weakref import proxy, ref
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from multibn.communicators.channel import (
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess
 from multibn.communicators.deferred_checks import (
     IN_GRAPH_MEMORY,
-    PendingMessage,
     is_captured,
     stream_of,
 )
@@ -190,13 +189,10 @@ def reject_input(
         channel_of(group).send_refusal()
 
 
-class _Latest(NamedTuple):
-    """The text of a phase's latest call; holds only a weak reference to the layer."""
-
-    phase: "ref[LayerPhase]"
-
-    def __str__(self) -> str:
-        return str(self.phase() or "a layer that was deleted since")
+def _check(find_phase: "ref[LayerPhase]", call: int, summed: HostArray) -> None:
+    phase = find_phase()  # a message keeps no layer alive
+    if phase is not None:
+        phase.check(summed, call)
 
 
 class LayerPhase(Forwarding):
@@ -236,7 +232,7 @@ class LayerPhase(Forwarding):
         self._num_numbers, self._in_message = n, slice(wire.HEAD, wire.HEAD + n)
         before = layer.phases.get((phase, dtype, needs_gradient, finetune, n))
         self._calls: list[int] = before._calls if before and before.is_over(group) else [0]
-        self._latest = _Latest(ref(self))
+        self._latest = proxy(self)  # whose text is that of the latest call; keeps no layer alive
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
         self._group = group
@@ -372,10 +368,8 @@ class LayerPhase(Forwarding):
         self._channel.deferred_checks.check_if_due(IN_GRAPH_MEMORY if copied else None)
         summed = reduce(numbers)
         kind = IN_GRAPH_MEMORY if copied else (summed.shape, summed.device, stream_of(summed))
-        phase, number = self._latest.phase, self._calls[0]
-        self._channel.deferred_checks.add(
-            PendingMessage(phase, number, summed, self._expected, kind)
-        )
+        check = partial(_check, ref(self), self._calls[0])
+        self._channel.deferred_checks.add(summed, kind, self._expected, check)
         return summed[self._in_message]
 
     def check(self, summed: HostArray, number: int) -> None:

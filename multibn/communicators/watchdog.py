@@ -52,9 +52,8 @@ class StatusBoard(Protocol):
     def read(self) -> dict[int, Status]:
         """The latest notice of each other rank that has left one."""
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Finish publishing before the process ends."""
-        return
 
 
 class RankLostError(RuntimeError):
@@ -69,14 +68,6 @@ class RankLostError(RuntimeError):
         self.rank, self.has_left = rank, has_left
 
 
-class Peer(NamedTuple):
-    """The process of a rank."""
-
-    machine: str
-    pid_space: str
-    pid: int
-
-
 class Watchdog:
     """The collectives of one group of processes, as one rank sees them."""
 
@@ -89,7 +80,7 @@ class Watchdog:
         self.completed = 0
         # The message of the first error: no later collective can be trusted.
         self.failure: str | None = None
-        self._peers: list[Peer] = []
+        self._peers: list[tuple[str, str, int]] = []  # machine, pid_space and pid of each rank
         self.token = ""  # of this group of this run, equal on all ranks
         self._last: object = "the meeting of the group"  # str() gives the text
         self._last_at = time.monotonic()
@@ -97,7 +88,10 @@ class Watchdog:
     def exchange_pids(self, allgather: Callable[[Any], list[Any]]) -> None:
         """Learn every rank's process. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
-        self._peers, self.token = [Peer(*each[1:]) for each in told], told[0][0]
+        self._peers, self.token = (
+            [(machine, space, pid) for _, machine, space, pid in told],
+            told[0][0],
+        )
 
     def wait(self, begin: Callable[[], Poll | None], text: object) -> None:
         """Begin a collective, and return when it is done.
@@ -133,7 +127,7 @@ class Watchdog:
         """Publish that this process ends, by an `error` or normally."""
         if self.failure is None and self.board is not None:
             if error is None or isinstance(error, SystemExit):
-                self._publish("left", str(self._last))
+                self._publish("left", self._last_text())
             else:
                 first, *more = f"{type(error).__name__}: {error}".splitlines()
                 # The last of several lines has the cause, of an error in a DataLoader's worker.
@@ -142,7 +136,7 @@ class Watchdog:
                     if notice.state == "failed" and not notice.text.startswith(_ENDED):
                         log_to_stderr(f"rank {rank} has failed: {notice.text}")
                 self._publish("failed", _ENDED + said)
-            self.board.close()  # after a failure, which may be a broken network, nobody waits
+            self.board.finish()  # after a failure, which may be a broken network, nobody waits
 
     def _publish(self, state: str, text: str) -> None:
         if self.board is not None:
@@ -270,15 +264,21 @@ class Watchdog:
 
     def _describe(self, text: str, ranks: list[int], how: str = "") -> str:
         # The text of a layer's phase is by now that of the call under way.
-        last = "the call before" if text == str(self._last) else self._last
+        last = "the call before" if text == self._last_text() else self._last_text()
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {last}"
         if not self._peers:
             return "no rank of the group has connected yet"
         return "; ".join(
-            f"rank {r} (machine {self._peers[r].machine.split()[0]}, pid {self._peers[r].pid}) "
+            f"rank {r} (machine {self._peers[r][0].split()[0]}, pid {self._peers[r][2]}) "
             f"{how or self._state(r)}, {seen}"
             for r in ranks[:_MAX_RANKS_LISTED]
         )
+
+    def _last_text(self) -> str:
+        try:
+            return str(self._last)
+        except ReferenceError:
+            return "a layer that was deleted since"
 
     def _state(self, rank: int) -> str:
         """The state of a process of this machine, as the operating system knows it."""

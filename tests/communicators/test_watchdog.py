@@ -35,7 +35,7 @@ class StatusBoard:
         others.pop(self._rank, None)
         return {r: Status(*json.loads(json.dumps(n))) for r, n in others.items()}
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Threads need no end."""
 
 
@@ -44,7 +44,7 @@ def _introduced(world: ThreadCommunicator, notices: dict[int, Status], pid: int 
     watchdog.board = StatusBoard(notices, world.rank)
     watchdog.exchange_pids(world._exchange)
     if pid:
-        watchdog._peers[1] = watchdog._peers[1]._replace(pid=pid)
+        watchdog._peers[1] = *watchdog._peers[1][:2], pid
     return watchdog
 
 
@@ -158,9 +158,9 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
         if world.rank == 1:
             return None
         if state == "is on another machine":
-            watchdog._peers[1] = watchdog._peers[1]._replace(machine="elsewhere boot")
+            watchdog._peers[1] = "elsewhere boot", *watchdog._peers[1][1:]
         if state == "is in another container":
-            watchdog._peers[1] = watchdog._peers[1]._replace(pid_space="another")
+            watchdog._peers[1] = watchdog._peers[1][0], "another", watchdog._peers[1][2]
         watchdog.timeout = 0.7
         return _says(watchdog.wait, _begin, "layer1.0.bn1 (forward, float32, call 7)")
 
@@ -184,7 +184,7 @@ def test_who_waits_says_one_word_before_the_deadline(
 ) -> None:
     # The deadline comes long after the word: a busy machine may stop this process in between.
     monkeypatch.setattr("multibn.communicators.watchdog.SECONDS_UNTIL_STATUS", 0.1)
-    monkeypatch.setattr("multibn.communicators.watchdog.SILENT", 0.2)
+    monkeypatch.setattr("multibn.communicators.watchdog.SECONDS_UNTIL_LOG", 0.2)
     watchdog = Watchdog(0, 2)
     watchdog.timeout = 0.9
     for call in (1, 2):
@@ -215,7 +215,7 @@ def test_who_ends_by_an_error_repeats_what_failed_on_others(
 def test_a_message_that_all_ranks_wait_for_is_the_transports_fault(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("multibn.communicators.watchdog.SILENT", 0.5)
+    monkeypatch.setattr("multibn.communicators.watchdog.SECONDS_UNTIL_LOG", 0.5)
     watchdog = Watchdog(0, 2)
     watchdog.board, watchdog.timeout = (
         StatusBoard({1: Status("waits", 0, "a (forward)")}, 0),
@@ -298,9 +298,7 @@ def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
 
     def wait(world: ThreadCommunicator) -> str:
         watchdog = _introduced(world, notices)
-        watchdog._peers = [
-            peer._replace(machine=f"machine{r}") for r, peer in enumerate(watchdog._peers)
-        ]
+        watchdog._peers = [(f"machine{r}", *peer[1:]) for r, peer in enumerate(watchdog._peers)]
         if world.rank == 3:
             return ""
         broken = _broken(RuntimeError("reset by peer"))

@@ -25,7 +25,7 @@ from multibn.communicators.communicator import Outside, SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import is_fork
 from multibn.communicators.polling import Poll, poll
-from multibn.communicators.watchdog import Status, StatusBoard
+from multibn.communicators.watchdog import Status
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
@@ -157,7 +157,11 @@ def _restore(world_ranks: tuple[int, ...] | None) -> MPI:
 
 
 class _Transport(Transport):
-    """A duplicate of an mpi4py communicator, out of reach of the program's other messages."""
+    """A duplicate of an mpi4py communicator, out of reach of the program's other messages.
+
+    As the group's status board, it sends messages to every other rank; only ranks that have waited
+    long send any. MPI delivers them, and forgets them with the group.
+    """
 
     carrier = "mpi"
 
@@ -167,6 +171,8 @@ class _Transport(Transport):
         self._comm = comm
         self.duplicate: Any = None  # of the communicator, until that is freed
         self.requests: list[Any] = []  # persistent ones
+        self._notices: dict[int, Status] = {}
+        self._sent: list[Any] = []  # requests and what they send, which must stay in memory
         self.spin_seconds = spin_seconds()
         from mpi4py import MPI as mpi
 
@@ -181,7 +187,7 @@ class _Transport(Transport):
         self.duplicate, request = self._comm.Idup()
         yield partial(poll, request.Test)
         # Collectives and point-to-point messages of one communicator do not meet.
-        self.board = _Board(self.duplicate)
+        self.board = self
         self._begin_block = self.prepare(self.block)
 
     def prepare_block(self, n: int) -> Begin:
@@ -207,6 +213,29 @@ class _Transport(Transport):
             if each is not None:
                 each.Free()
         self.requests, self.duplicate = [], None
+
+    def publish(self, notice: Status, /) -> None:
+        data = json.dumps(notice).encode()
+        for rank in self._others():
+            self._sent.append((self.duplicate.Isend(data, rank), data))
+
+    def read(self) -> dict[int, Status]:
+        from mpi4py import MPI as mpi
+
+        status = mpi.Status()
+        for rank in self._others():
+            while self.duplicate.Iprobe(rank, status=status):
+                data = bytearray(status.count)
+                self.duplicate.Recv(data, rank)
+                self._notices[rank] = Status(*json.loads(data))
+        self._sent = [(request, data) for request, data in self._sent if not request.Test()]
+        return self._notices
+
+    def finish(self) -> None:
+        """What was sent needs nothing more."""
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
 
 class _Sum:
@@ -247,36 +276,6 @@ class _Sum:
                 poll, self._request.Test, spin_seconds=self._transport.spin_seconds
             )
         return self._request is not None
-
-
-class _Board(StatusBoard):
-    """Notices as messages to every other rank; only ranks that have waited long send any.
-
-    MPI delivers what was sent, and forgets it with the group.
-    """
-
-    def __init__(self, comm: "Comm") -> None:
-        self._comm = comm
-        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._notices: dict[int, Status] = {}
-        self._sent: list[Any] = []  # requests and what they send, which must stay in memory
-
-    def publish(self, notice: Status, /) -> None:
-        data = json.dumps(notice).encode()
-        for rank in self._others:
-            self._sent.append((self._comm.Isend(data, rank), data))
-
-    def read(self) -> dict[int, Status]:
-        from mpi4py import MPI as mpi
-
-        status = mpi.Status()
-        for rank in self._others:
-            while self._comm.Iprobe(rank, status=status):
-                data = bytearray(status.count)
-                self._comm.Recv(data, rank)
-                self._notices[rank] = Status(*json.loads(data))
-        self._sent = [(request, data) for request, data in self._sent if not request.Test()]
-        return self._notices
 
 
 def channel_of(comm: "Comm") -> Channel:

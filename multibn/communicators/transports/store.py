@@ -54,7 +54,7 @@ class StoreStatusBoard:
         """The last of `size` ranks that calls this leaves no key in the store."""
         self._ask(lambda: self._clear(size), must=True)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         _messenger().finish()
 
     def _ask(self, task: Callable[[], object], *, must: bool = False) -> None:

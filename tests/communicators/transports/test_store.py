@@ -61,7 +61,7 @@ def test_ranks_ask_for_one_key_where_nothing_is_new() -> None:
     assert boards[0].read()[1] == _notice(2)
     for board in boards:
         board.clear(SIZE)
-    boards[0].close()
+    boards[0].finish()
     assert not asked.list_keys()
 
 
@@ -106,7 +106,7 @@ def test_a_store_that_has_ended_is_asked_no_more() -> None:
     for _ in range(3):
         assert not board.read()
     board.publish(_notice(0))
-    board.close()
+    board.finish()
     assert len(asked) == 1
 
 
