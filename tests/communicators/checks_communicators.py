@@ -110,7 +110,10 @@ def check_shared_memory_is_for_small_arrays(world: Communicator) -> None:
                 np.testing.assert_array_equal(communicator.allreduce(np.ones(n)), world.size)
                 transport = communicator.channel.transport
                 connected.append(
-                    (transport._machine is not None, transport._side._group is not None)
+                    (
+                        transport._shared_memory is not None,
+                        transport._private_gloo._group is not None,
+                    )
                 )
     assert connected == [(True, False), (True, True), (False, True), (False, True)]
 

@@ -42,7 +42,7 @@ def _begun(machine: SharedMemory, a: HostArray) -> Poll:
 
 
 def _met(store: Any, rank: int, size: int) -> Any:
-    """The memory that the ranks create_shared_memory, or None."""
+    """The memory that the ranks share, or None."""
     found: list[Any] = []
 
     def steps() -> Iterator[Poll]:
