@@ -19,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 .DEFAULT_GOAL := help
-.PHONY: help demo video test lint docs site evidence bench gpu fuzz faults soak mutants programs clusters versions release clean
+.PHONY: help demo video test lint docs site evidence bench gpu fuzz faults mutants programs clusters versions release clean
 
 # --no-compile: Python compiles what is imported; all files, one after the other, take pip a minute.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*/*.[ch])
@@ -97,9 +97,6 @@ fuzz: $(VENV)/installed  #: 10,000 layer calls in each framework, a quarter of t
 
 faults: $(VENV)/installed  #: what goes wrong in training, done on purpose: faults/README.md, faults/results
 	$(BIN)/python -m faults
-
-soak: $(VENV)/installed  #: a quarter of an hour of all that a long run does, on 2 to 32 ranks: tests/soak/README.md
-	$(BIN)/python -m tests.soak
 
 $(VENV)/mutants: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group mutants

@@ -6,7 +6,7 @@ function calls `trial.mark()` when the fault is about to happen.
 
 from dataclasses import replace
 
-from faults.scenarios import data, layers, leaves, networks, ranks, restarts
+from faults.scenarios import data, layers, leaves, long_runs, networks, ranks, restarts
 from faults.scenarios._scenario import DEADLINE, Scenario
 from faults.setups import PEERS
 
@@ -20,7 +20,7 @@ _BESIDE = (
 )
 SCENARIOS = {
     name: replace(fault, name=name, setups=fault.setups + PEERS * (name in _BESIDE))
-    for module in (layers, leaves, data, restarts, ranks, networks)
+    for module in (layers, leaves, data, restarts, ranks, long_runs, networks)
     for name, fault in vars(module).items()
     if isinstance(fault, Scenario)
 }

@@ -1,15 +1,20 @@
 """Faults of `python -m faults` that take little time, on real processes: what the user sees."""
 
+import os
+import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import pytest
 
 from faults import machines
 from faults.launch import Job
 from faults.outcome import Outcome
-from faults.scenarios import SCENARIOS
+from faults.scenarios import SCENARIOS, long_runs
 from faults.setups import SETUPS, Setup
 from tests.helpers import require
 
@@ -23,7 +28,7 @@ _TOGETHER = [
     *("channels", "dtype", "order_first", "order", "order_of_widths", "sequence", "left_out"),
     *("built", "models", "options", "options_later", "last_left_out", "elsewhere", "deleted"),
     *("layer_in_eval", "network_in_eval", "no_gradient", "recomputed", "empty", "one_value", "nan"),
-    *("refused", "diverged", "version", "restart", "restart_pickled"),
+    *("refused", "diverged", "version", "restart", "restart_pickled", "many_models"),
 ]
 _CASES = [
     (setup, name)
@@ -40,6 +45,23 @@ _CASES_THAT_END = [
     ("gloo", "killed_in_group_norm"),
     ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["memory", "fd", "task"])
+def test_a_long_run_notices_a_leak(name: str) -> None:
+    before, end = long_runs.held(), threading.Event()
+    assert not long_runs.growth(before)
+    with open(os.devnull) if name == "fd" else nullcontext():
+        kept = np.ones(2**21) if name == "memory" else None  # 17 MB
+        thread = threading.Thread(target=end.wait)
+        if name == "task":
+            thread.start()
+        grown = long_runs.growth(before)
+        end.set()
+    del kept
+    assert re.fullmatch(rf"{name} [\d.]+ -> [\d.]+", grown)
+
+
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
 
 
