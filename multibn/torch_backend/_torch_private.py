@@ -5,7 +5,8 @@ module that torch loads when it needs the module.
 """
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # A context in which no dispatch mode sees an operation.
 without_dispatch_modes = _disable_current_modes
@@ -29,6 +32,8 @@ is_legacy_batchedtensor = _functorch.is_legacy_batchedtensor
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
 unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
 
+# torch.compiler.disable, which imports torch's compiler only when the function is called.
+_disable_dynamo: Any = torch._disable_dynamo
 # torch.autograd.forward_ad's: how deep forward mode is, -1 outside of it.
 TANGENT_LEVEL = "_current_level"
 # torch.compiler's: whether torch.export runs. `is_exporting()` of torch 2.11 is true in
@@ -38,6 +43,11 @@ IS_EXPORTING = "_is_exporting_flag"
 ASSIGN_BUFFERS = "_assign_modules_buffers"
 # torch.distributed's, with the default process group; None where torch has no torch.distributed.
 WORLD = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Return `function`, which compiled code calls and does not trace: it raises, or sums."""
+    return cast(_Function, _disable_dynamo(function))
 
 
 def active_ddp() -> Any:

@@ -15,7 +15,12 @@ from multibn.engine import masks, statistics
 from multibn.engine.plan import NormArgs
 from multibn.kernels import Running
 from multibn.kernels.layout import channels
-from multibn.torch_backend._torch_private import FakeTensor, active_ddp, get_tracing_state
+from multibn.torch_backend._torch_private import (
+    FakeTensor,
+    active_ddp,
+    get_tracing_state,
+    not_compiled,
+)
 from multibn.torch_backend.layer import autograd, data_parallel
 
 
@@ -176,6 +181,7 @@ def check_options(args: NormArgs) -> None:
             )
 
 
+@not_compiled
 def raise_on_all_ranks(
     error: Exception, x: Any, num_channels: int | None, communicator: Communicator
 ) -> NoReturn:

@@ -9,6 +9,7 @@ from multibn._typing import check_eps, check_ints, check_number
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine import masks, running
 from multibn.kernels import NormArgs, reference
+from multibn.torch_backend._torch_private import not_compiled
 
 
 class RunningNorm(nn.Module):
@@ -58,6 +59,7 @@ class RunningNorm(nn.Module):
         """Ignore observations from now on, on all ranks; `freeze(False)` ends this."""
         self.frozen, self._new = frozen, (0.0, 0.0, 0.0)  # mean, variance and count
 
+    @not_compiled
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Look at observations `(*batch, *shape)`, those where `mask`, `(*batch)`, is True."""
@@ -68,6 +70,7 @@ class RunningNorm(nn.Module):
         if not self.frozen:
             self._new = running.merged(self._new, (*reference.local_moments(args, count), count))
 
+    @not_compiled
     @torch.no_grad()
     def synchronize(self) -> None:
         """Add what is new on all ranks. Collective: one allreduce, two if nothing was known.

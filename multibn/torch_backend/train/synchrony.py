@@ -22,7 +22,11 @@ from multibn.communicators.handshake import all_ranks_agree
 from multibn.engine.consistency import check_equal, common_group, differences
 from multibn.engine.running import pool_running
 from multibn.kernels.steps import as_wide
-from multibn.torch_backend._torch_private import flatten_dense_tensors, unflatten_dense_tensors
+from multibn.torch_backend._torch_private import (
+    flatten_dense_tensors,
+    not_compiled,
+    unflatten_dense_tensors,
+)
 from multibn.torch_backend.layer import dtensors
 from multibn.torch_backend.layer.base import LOCAL, SyncNormBase, check_module
 
@@ -43,6 +47,7 @@ def participants(model: nn.Module, process_group: CommunicatorLike, /) -> Commun
     return common_group(groups, parameter="process_group")
 
 
+@not_compiled
 def check_sync(
     model: nn.Module, process_group: CommunicatorLike = None, *, ignore: Iterable[str] = ()
 ) -> None:
@@ -121,6 +126,7 @@ def _dense_on_host(t: Tensor) -> Any:
     return to_host(t if t.layout is torch.strided else t.to_dense())
 
 
+@not_compiled
 @torch.no_grad()
 def sync_running_stats(
     model: nn.Module, process_group: CommunicatorLike = None, how: How = "broadcast"
@@ -213,6 +219,7 @@ def sync_running_stats(
         buffer.copy_(part)
 
 
+@not_compiled
 @torch.no_grad()
 def average_gradients(
     parameters: nn.Module | Iterable[Tensor], process_group: CommunicatorLike = None

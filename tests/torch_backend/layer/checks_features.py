@@ -13,9 +13,17 @@ from torch import nn
 from multibn import SingleProcess
 from multibn.communicators import Communicator, nonfinite
 from multibn.torch_backend import (
+    RunningNorm,
+    SubBatchNorm2d,
     SyncBatchNorm,
+    SyncBatchNorm2d,
+    SyncBatchRenorm2d,
+    SyncGroupNorm,
+    average_gradients,
+    check_sync,
     convert_sync_batchnorm,
     sync_batch_norm,
+    sync_running_stats,
     update_bn_stats,
 )
 from tests.harness.runs import on, only
@@ -218,6 +226,43 @@ def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
         results.append(list(net.buffers()))
     for got, expected in zip(results[5:], results[:5], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def check_an_error_in_traced_code_reaches_all_ranks(world: Communicator) -> None:
+    """Rank 0's input is wrong in the first compiled call: the others do not wait for it."""
+    layers: list[tuple[Any, tuple[int, ...]]] = [
+        (SubBatchNorm2d(2, 4, process_group=world), (3, 4, 2, 2)),
+        (SyncBatchNorm2d(4, process_group=world), (4, 4, 2)),
+        (SyncBatchRenorm2d(4, process_group=world), (4, 3, 2, 2)),
+        (SyncGroupNorm(2, 4, process_group=world), (4, 6, 2, 2)),
+    ]
+    for layer, wrong in layers:
+        torch._dynamo.reset()
+        run = torch.compile(layer, backend="eager")
+        kind, text = (RuntimeError, "refused on rank") if world.rank else (ValueError, None)
+        with pytest.raises(kind, match=text):
+            run(torch.ones((4, 4, 2, 2) if world.rank else wrong))
+
+
+def check_collective_functions_run_in_compiled_code(world: Communicator) -> None:
+    """They break the graph."""
+    torch._dynamo.reset()
+    net: Any = convert_sync_batchnorm(_network(), world)
+    seen = RunningNorm(2, process_group=world)
+    inputs = torch.full((3, 2), 1.0 + world.rank)
+
+    @torch.compile(backend="eager")
+    def after_backward() -> torch.Tensor:
+        average_gradients(net, process_group=world)
+        sync_running_stats(net, process_group=world)
+        check_sync(net, process_group=world)
+        seen.update(inputs)
+        seen.synchronize()
+        return seen.mean + 1
+
+    net(torch.ones(2, 3, 8, 8, dtype=next(net.parameters()).dtype)).sum().backward()
+    mean = after_backward() - 1
+    assert mean.tolist() == [(1 + world.size) / 2] * 2
 
 
 def check_compiled_layers_refuse_on_all_ranks(world: Communicator) -> None:
