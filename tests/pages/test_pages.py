@@ -1,5 +1,6 @@
 """The programs on the pages, by the commands of the pages: they print what the pages show."""
 
+import re
 import shlex
 import socket
 from contextlib import ExitStack
@@ -80,3 +81,19 @@ def test_two_launchers_with_one_rendezvous_train_together(tmp_path: Path) -> Non
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     shown = [row for row in "\n".join(outputs).splitlines() if row in losses]
     assert shown == losses, outputs
+
+
+def test_a_script_ends_although_a_thread_does_not(tmp_path: Path) -> None:
+    """The way out of docs/guides/when-it-fails.md, where the interpreter waits for a thread."""
+    require.need("torch", "torchrun")
+    text = (launch.ROOT / "docs/guides/when-it-fails.md").read_text()
+    (way_out,) = re.findall(r"end such a script with `(.*?)`", text)
+    program = programs("README.md")["train.py"]
+    waits = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    script = tmp_path / "train.py"
+    script.write_text(f"{program}{waits}\nimport os, sys; {way_out}\n")
+    command = _arguments(f"torchrun --standalone --nproc-per-node 2 {script}")
+    ran = _launch.run(command, timeout=launch.HANGS, variables=launch.VARIABLES)
+    assert ran.returncode == 0, ran.stdout
+    losses = commands("README.md")[0].printed
+    assert [row for row in ran.stdout.splitlines() if row in losses] == losses

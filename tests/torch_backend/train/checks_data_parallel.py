@@ -3,10 +3,12 @@
 import copy
 import gc
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,6 +135,16 @@ def check_one_rank_may_evaluate(world: Communicator) -> None:
     ddp.train()
     _train(ddp, world)
     expect_in_sync(ddp)
+
+
+def check_with_plain_layers_one_rank_that_evaluates_times_out(world: Communicator) -> None:
+    """So does one with nn.SyncBatchNorm, which DistributedDataParallel refuses on a CPU."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    ddp = _train(DistributedDataParallel(_Net(), process_group=group), world)
+    if world.rank == 0:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="Timed out waiting 2000ms"):
+            ddp.eval()(torch.ones(1, 3, 4, 4))
+    world.allreduce(torch.ones(()))  # the other rank stays until then
 
 
 def check_copies_and_compiled_models_train(world: Communicator) -> None:
