@@ -53,7 +53,7 @@ help:  ## this list
 	@echo "For maintainers:"
 	@sed -n 's/^\([a-z]*\):.*  #: \(.*\)/  \1	\2/p' Makefile | expand -t 12
 
-demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not
+demo: $(VENV)/installed  ## train the same network in torch, Chainer and JAX, synchronized and not
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed $(VENV)/originals  #: all tests, of which none that needs an installed package may be skipped

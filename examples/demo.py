@@ -1,8 +1,9 @@
-"""Train the same small ResNet in torch and in Chainer, on one process and on two, and compare.
+"""Train the same small ResNet in torch, Chainer and JAX, on one process and on two, and compare.
 
 All runs start from the same weights and use the same batches of 8 images. Two ranks hold 4 images
 each: with plain batch normalization, each rank normalizes by the statistics of its own 4 images;
-with synchronized batch normalization, both normalize by those of all 8, as one process does.
+with synchronized batch normalization, both normalize by those of all 8, as one process does. The
+ranks of JAX are devices of one process.
 """
 
 import argparse
@@ -80,6 +81,9 @@ class Run:
         if self.launcher == "torchrun":
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             launch += ["--nproc-per-node", str(self.num_ranks)]
+        elif self.launcher == "shard_map":
+            launch = ["env", f"JAX_NUM_CPU_DEVICES={self.num_ranks}", "JAX_PLATFORMS=cpu"]
+            launch += [sys.executable]
         else:
             # The wheel of Open MPI puts mpiexec next to python.
             path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
@@ -97,6 +101,7 @@ WAYS = {
     "torch DDP": ("torchrun", "train_torch.py"),
     "torch": ("mpiexec", "train_torch.py"),
     "Chainer": ("mpiexec", "train_chainer.py"),
+    "JAX": ("shard_map", "train_flax.py"),
 }
 
 
@@ -248,11 +253,11 @@ def verdict(runs: list[Run]) -> tuple[bool, str]:
     smallest = min(run.differences(reference)[-1] for run in parts)
     holds = bool(largest < TOLERANCE < smallest)
     return holds, (
-        f"{len(reference.losses)} steps of two processes, in torch and in Chainer, beside one "
+        f"{len(reference.losses)} steps of two ranks, in torch, Chainer and JAX, beside one "
         "process with the whole batch:\n"
         f"  synchronized: the same losses, to {largest:.2g}\n"
         f"  plain:        other losses, by {smallest:.2g} or more\n"
-        f"{'It holds' if holds else 'It does NOT hold'}: synchronized processes train as one does."
+        f"{'It holds' if holds else 'It does NOT hold'}: synchronized ranks train as one process."
     )
 
 
@@ -266,7 +271,7 @@ def main() -> int:
     console = Console()
     runs = all_runs()
     console.print(
-        f"{len(runs)} small trainings, about a minute and a half. One process with {BATCH_SIZE} "
+        f"{len(runs)} small trainings, about two minutes. One process with {BATCH_SIZE} "
         f"images is the reference; two processes with {BATCH_SIZE // 2} each should have the same "
         "losses if their batch norms are synchronized.\n",
         highlight=False,
