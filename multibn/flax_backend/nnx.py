@@ -56,10 +56,10 @@ class BatchNorm(nnx.BatchNorm):
     Raises
     ------
     TypeError, ValueError
-        If an option has another value than above. Where JAX traces: if `axis_name` is not bound, or
-        has size 1 in a mesh of several devices; if `axis_index_groups` does not cover the axis, or
-        is under a jax.shard_map with `check_vma`; if the input is not floating-point, has other
-        channels, no element, or one value per channel; if `mask` or `lengths` does not fit.
+        If an option has another value than above. Where JAX traces: if `axis_name` is not bound; if
+        `axis_index_groups` does not cover the axis, or is under a jax.shard_map with `check_vma`;
+        if the input is not floating-point, has other channels, no element, or one value per
+        channel; if `mask` or `lengths` does not fit.
     FloatingPointError
         If an input has NaN or infinity, outside of JAX's transformations; float16 is let through.
         Inside of jax.jit, the output is NaN, and running statistics stay as they are.
