@@ -36,8 +36,8 @@ _FINGERPRINT_BITS = 20
 # Larger moments are not finite, nor are sums of 8192 ranks above the second number.
 LARGEST, LARGEST_SUM = 2.0**940, 2.0**960
 # A sum of marks has a bit for each rank, which float64 holds exactly, whatever else is in the sum.
-_FIRST_MARK, _NUM_MARKS = 970, 50
-NO_MARK = math.nan  # of the ranks that have no bit
+_FIRST_BIT, _NUM_BITS = 970, 50
+NO_BIT = math.nan  # of the ranks that have no bit
 
 
 class Message(NamedTuple):
@@ -100,24 +100,21 @@ def is_refused(head: Sequence[float], /) -> bool:
     return not abs(head[0]) < LARGEST_SUM
 
 
-def mark(rank: int, /) -> float:
+def rank_bit(rank: int, /) -> float:
     """The number that a rank sends in the place of moments that are not finite."""
-    return 2.0 ** (_FIRST_MARK + rank) if rank < _NUM_MARKS else NO_MARK
+    return 2.0 ** (_FIRST_BIT + rank) if rank < _NUM_BITS else NO_BIT
 
 
-def marks(summed: Any, /) -> list[float]:
+def rank_bits_in(summed: Any, /) -> list[float]:
     """The sums of marks that stand in place of moments, in a sum of payloads in host memory."""
     numbers = summed[:-_NUM_SCALARS]
     return numbers[~(np.abs(numbers) < LARGEST_SUM)].tolist()
 
 
-def marked(marks: Sequence[float], /) -> list[int]:
-    """The ranks that have sent marks.
-
-    No rank is named by a channel in which one of the ranks that have no bit has sent its mark.
-    """
-    sums = [round(v / 2.0**_FIRST_MARK) for v in marks if math.isfinite(v)]
-    return [rank for rank in range(_NUM_MARKS) if any(v >> rank & 1 for v in sums)]
+def ranks_of(sums: Sequence[float], /) -> list[int]:
+    """The ranks whose bits are set. A sum in which a rank without a bit has a part names none."""
+    bits = [round(v / 2.0**_FIRST_BIT) for v in sums if math.isfinite(v)]
+    return [rank for rank in range(_NUM_BITS) if any(v >> rank & 1 for v in bits)]
 
 
 def concat(arrays: Sequence[Array], /) -> Array:

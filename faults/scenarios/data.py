@@ -33,7 +33,7 @@ def one_value(trial: Trial) -> None:
 
 _NON_FINITE = (
     r"statistics of layer1\.0\.bn1 are not finite: .* on rank\(s\) \[1\] of 3\. "
-    r"Look for their origin"
+    r"Check the preceding"
 )
 
 nan = of_rank_1("NaN in the input of a rank", lambda trial: trial.spoil(math.nan), says=_NON_FINITE)
@@ -45,7 +45,7 @@ infinity = of_rank_1(
 refused = of_rank_1(
     "an input that does not fit on a rank",
     lambda trial: trial.set_in_network("misses_stem"),
-    says=r"layer1\.0\.bn1 \(forward, .*\): an input was refused on rank\(s\) \[1\] of 3|"
+    says=r"layer1\.0\.bn1 \(forward, .*\): the input was rejected on rank\(s\) \[1\] of 3|"
     r"must have (4 channels|channels of shape \(4,\))",
 )
 

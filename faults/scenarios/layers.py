@@ -168,7 +168,7 @@ def last_left_out(trial: Trial) -> None:
 elsewhere = of_rank_1(
     "a layer on another device on a rank",
     lambda trial: trial.trainee.norms()[0].to("meta"),
-    says=r"layer1\.0\.bn1 \(forward, .*: an input was refused on rank\(s\) \[1\] of 3|"
+    says=r"layer1\.0\.bn1 \(forward, .*: the input was rejected on rank\(s\) \[1\] of 3|"
     r"must be on the device of the input",
     setups=("shared memory", "gloo", "ddp", "mpi", "own"),
 )

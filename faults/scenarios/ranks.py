@@ -101,7 +101,7 @@ def pipeline(trial: Trial) -> None:
     trial.steps(2)
 
 
-_LEFT = r"in layer1\.0\.bn1 .* for rank\(s\) \[1\], which ended or left the group before"
+_LEFT = r"in layer1\.0\.bn1 .* for rank\(s\) \[1\], which have already exited or left the group"
 
 
 out_of_data = of_rank_1(

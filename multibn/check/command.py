@@ -85,17 +85,17 @@ def collect(communicator: Communicator) -> dict[str, Any]:
         if communicator.rank == 0:
             print(f"{time.monotonic() - start:3.0f} s: {what}", file=sys.stderr, flush=True)
 
-    surfaces = [name for name in worker.SURFACES if importable(name)]
-    if not surfaces:
+    adapters = [name for name in worker.ADAPTERS if importable(name)]
+    if not adapters:
         raise ImportError(
             "neither torch nor chainer is installed: pip install '.[torch]' in multibn's checkout"
         )
     machines = gather(this_machine(), communicator)
     gpu = _use_gpu(communicator, machines)
     say("checking results")
-    found = gather(worker.measure(communicator, surfaces, CASES), communicator)
+    found = gather(worker.measure(communicator, adapters, CASES), communicator)
     errors = sorted(worker.Error(*each) for rank in found for each in rank)
-    numbers = {f"{e.surface}, {e.case}": e for e in errors}  # the worst of each case sorts last
+    numbers = {f"{e.adapter}, {e.case}": e for e in errors}  # the worst of each case sorts last
     over = getattr(getattr(communicator, "channel", None), "carrier", "")
     peer = "NCCL" if gpu else "gloo"
     if hasattr(communicator, "mpi_comm"):

@@ -136,7 +136,7 @@ class Channel:
         """Join the other ranks' pending message, whatever it is, with a rejection: all raise."""
         text = "a refusal"
         self._open(text)
-        self.transport.block[: wire.HEAD] = wire.head(wire.mark(self.rank))
+        self.transport.block[: wire.HEAD] = wire.head(wire.rank_bit(self.rank))
         self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)
 
     def buffer(self, n: int, text: object) -> Buffer:
@@ -161,8 +161,8 @@ class Channel:
         self.transport.close(failed=True)
         self.watchdog.failure = (
             f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
-            "whose connections it cannot use. Let the parent train, or give the child's layers "
-            "process_group=multibn.SingleProcess(), or start the child by spawn."
+            "and a forked child cannot use its parent's connections. Train in the parent, give the "
+            "child's layers process_group=multibn.SingleProcess(), or start the child by spawn."
         )
 
     def skip_at_exit(self) -> None:

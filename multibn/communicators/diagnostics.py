@@ -58,7 +58,7 @@ def describe_ranks(marks: Sequence[float], size: int) -> str:
     """The ranks that have sent marks, see `multibn.wire`."""
     if size == 1:
         return "this process"
-    ranks = wire.marked(marks)
+    ranks = wire.ranks_of(marks)
     return f"rank(s) {ranks} of {size}" if ranks else "some rank"
 
 
@@ -66,8 +66,8 @@ def raise_for_refusal(communicator: Any, marks: Sequence[float], place: str) -> 
     """Raise because the ranks of `marks`, this one perhaps among them, rejected their input."""
     log_and_raise(
         RuntimeError,
-        f"rank {communicator.rank} cannot go on, in {place}: an input was refused on "
-        f"{describe_ranks(marks, communicator.size)}. The error raised there says why.",
+        f"rank {communicator.rank} stops in {place}: the input was rejected on "
+        f"{describe_ranks(marks, communicator.size)}. See the error on that rank.",
     )
 
 
@@ -83,14 +83,14 @@ def raise_for_sum(communicator: Any, got: str) -> NoReturn:
 
 # The end of an error about ranks that do not meet.
 SAME_LAYERS_ADVICE = (
-    "All ranks must run the same layers in the same order, with the same dtype, and none may "
-    "evaluate while others train."
+    "All ranks must run the same layers in the same order with the same dtype, and all must be in "
+    "training or all in evaluation."
 )
 # The same for ranks of which some compute the gradients of one layer and some of another.
 UNUSED_LAYER_ADVICE = (
-    "All ranks must run the same layers in the same order, backward, too: where the loss of a rank "
-    "leaves a layer out, add 0 * unused.sum() to that loss, with `unused` the layer's output, or "
-    "call the layer with an empty batch, layer(x[:0]).sum()."
+    "All ranks must run the same layers in the same order, also in backward. If a rank's loss does "
+    "not use a layer, add 0 * unused.sum() to that loss, with `unused` the layer's output, or call "
+    "the layer with an empty batch, layer(x[:0]).sum()."
 )
 
 
@@ -111,8 +111,8 @@ def warn_if_launched(why: str, fix: str) -> None:
     if size > 1 and not _has_warned:
         _has_warned = True
         warnings.warn(
-            f"batch statistics stay local to this process although the launcher started {size} "
-            f"({name}={size}): {why}. To share them, {fix}; to keep them local, pass "
+            f"batch statistics are not synchronized, although the launcher started {size} "
+            f"processes ({name}={size}): {why}. To share them, {fix}; to keep them local, pass "
             "multibn.SingleProcess().",
             stacklevel=2,
         )

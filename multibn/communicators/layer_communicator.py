@@ -241,7 +241,7 @@ class LayerPhase(Forwarding):
         is_ours = isinstance(group, ChannelCommunicator)
         self._reduce = group.allreduce_in_place if is_ours else group.allreduce
         head = self._handshake(like) if group.size != 1 else []
-        self._size, self.mark = int(group.size), wire.mark(group.rank)
+        self._size, self.mark = int(group.size), wire.rank_bit(group.rank)
         # A user's own class may do anything, and is called.
         is_ours = self._channel is not None or type(group) is SingleProcess
         self._is_alone = self._size == 1 and is_ours
@@ -387,6 +387,6 @@ class LayerPhase(Forwarding):
             log_and_raise(
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {call}, on "
-                f"rank {self.rank}: another rank was in another layer, in another dtype, with "
-                f"other options, or alone with or without gradients. {SAME_LAYERS_ADVICE}",
+                f"rank {self.rank}: another rank ran a different layer, dtype or options, or only "
+                f"one of them computed gradients. {SAME_LAYERS_ADVICE}",
             )

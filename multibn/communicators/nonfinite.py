@@ -55,15 +55,15 @@ def raise_if_nonfinite(
     Returns where the sum is finite, and where the batch is to be skipped.
     """
     name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
-    marks = wire.marks(summed)
+    marks = wire.rank_bits_in(summed)
     if not marks:
         return
     where = describe_ranks(marks, communicator.size)
     if not skips(communicator, dtype):
         log_and_raise(
             FloatingPointError,
-            f"the batch statistics of {name} are not finite: the input has NaN, infinity or too "
-            f"large values on {where}. Look for their origin in the layers before.",
+            f"the batch statistics of {name} are not finite: the input contains NaN, infinity or "
+            f"values that overflow on {where}. Check the preceding layers.",
         )
     _warn_of_skip(communicator, where)
 
@@ -77,9 +77,9 @@ def _warn_of_skip(communicator: Any, where: str) -> None:
     _warned_at = now
     warnings.warn(
         f"rank {communicator.rank} of {communicator.size} has skipped a batch in "
-        f"{name_of(communicator)}, as all ranks have: the input had NaN, infinity or too large "
-        f"values on {where}. The output was NaN, and no statistics have moved. A GradScaler skips "
-        'such a step; without one, pass nonfinite="raise".',
+        f"{name_of(communicator)}, on all ranks: the input contained NaN, infinity or values that "
+        f"overflow on {where}. The output is NaN, and the running statistics are unchanged. A "
+        'GradScaler skips such a step; without one, pass nonfinite="raise".',
         RuntimeWarning,
         stacklevel=2,
     )
@@ -92,13 +92,13 @@ def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     in. Collective, and no message of a layer: for debugging, on all ranks or on none.
     """
     where = f"the gradient of the output of {name_of(communicator)}"
-    own = wire.mark(communicator.rank) if has_nan else 0.0
+    own = wire.rank_bit(communicator.rank) if has_nan else 0.0
     _, mark = all_ranks_agree(
         communicator, "find_nan", text=f"the search for NaN in {where}", mark=own
     )
     if mark:
         log_and_raise(
             FloatingPointError,
-            f"{where} has NaN on {describe_ranks([mark], communicator.size)}. Look for their "
-            "origin in the layers after, and in the loss.",
+            f"{where} has NaN on {describe_ranks([mark], communicator.size)}. Check the "
+            "following layers and the loss.",
         )

@@ -22,9 +22,8 @@ def poll(
 ) -> bool:
     """Whether `condition` becomes true within that time; asks ever less often.
 
-    Other ranks may need this core: for `offers` seconds since the wait has `begun` (default: now)
-    it is only offered, then left to them for naps of a twentieth of the wait, so that the last nap
-    costs little.
+    Calls sched_yield for the first `spin_seconds` since the wait has `begun` (default: now), then
+    sleeps for a twentieth of the time waited so far, so that waking late costs little.
     """
     start = time.monotonic()
     while not condition():

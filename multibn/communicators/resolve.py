@@ -143,11 +143,15 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     Parameters
     ----------
     obj
-        None for torch's default process group where one is initialised when the communicator is
-        used, else this process alone; of those processes, `"machine"` for the ones on this machine
-        or an int k for k consecutive ones, see `Group`; a torch ProcessGroup or one-dimensional
-        DeviceMesh; an mpi4py Comm; a ChainerMN communicator; or a `Communicator`, which is returned
-        as it is.
+        One of
+
+        - None: torch's default process group if one is initialised when the communicator is used,
+          else this process alone;
+        - `"machine"` or an int k: the ranks of the former that are on this machine, or k
+          consecutive ones, see `Group`;
+        - a torch ProcessGroup or one-dimensional DeviceMesh, an mpi4py Comm, a ChainerMN
+          communicator;
+        - a `Communicator`, which is returned as it is.
 
     Raises
     ------
@@ -293,8 +297,8 @@ def _consecutive(parent: Communicator, k: int) -> Communicator:
     if size % k:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
-            f"groups of {k} consecutive ranks need a number of ranks that {k} divides: got {size} "
-            f"in {parent!r}, on its rank {rank}. Use one of {divisors}, in `process_group`, "
+            f"the number of ranks must be divisible by the group size {k}: got {size} in "
+            f"{parent!r}, on its rank {rank}. Use one of {divisors}, in `process_group`, "
             "`num_sync_devices` or cfg.BN.NUM_SYNC_DEVICES."
         )
     return parent if k == size else parent.split(rank // k, rank)

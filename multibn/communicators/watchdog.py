@@ -104,7 +104,8 @@ class Watchdog:
         """
         if self.failure is not None:
             raise RuntimeError(
-                f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
+                f"rank {self.rank} can no longer communicate (in {text}), because of an earlier "
+                f"failure: {self.failure}"
             )
         try:
             done = begin()
@@ -155,7 +156,7 @@ class Watchdog:
             if time.monotonic() >= word_at:
                 word_at = math.inf
                 waited, _ = self._waited(SECONDS_UNTIL_LOG, notices, text)
-                log_to_stderr(f"{waited} An error follows after {self.timeout:g} s.")
+                log_to_stderr(f"{waited} This becomes an error after {self.timeout:g} s.")
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Status]:
@@ -177,9 +178,9 @@ class Watchdog:
         if left := [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
                 ConnectionError,
-                f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, which ended or left "
-                f"the group before: {self._describe(text, left, 'left')}. All ranks must take the "
-                "same number of steps; in torch, `join` serves data of unequal length.",
+                f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, which have "
+                f"already exited or left the group: {self._describe(text, left, 'left')}. All "
+                "ranks must take the same number of steps; with torch, `join` handles uneven data.",
             )
         for rank, notice in notices.items():
             if notice.state == "failed":

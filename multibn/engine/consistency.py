@@ -112,7 +112,9 @@ def check_equal(
         described[name or "the layer"] = {k: str(v) for k, v in each.items()}
     digests = [_digest(a.tobytes()) for a in copies]
     rank = communicator.rank
-    _, mark = all_ranks_agree(communicator, "check_sync", mark=wire.mark(rank) if refused else 0.0)
+    _, mark = all_ranks_agree(
+        communicator, "check_sync", mark=wire.rank_bit(rank) if refused else 0.0
+    )
     if refused is not None:
         raise refused
     if mark:

@@ -243,7 +243,7 @@ class _Messages:
         self.size = communicator.size
         self.is_fixed = True
         if type(communicator) is not LayerPhase:
-            self.mark = wire.mark(communicator.rank)
+            self.mark = wire.rank_bit(communicator.rank)
             return
         if copied:
             self.allreduce = partial(communicator.allreduce, copied=True)

@@ -16,7 +16,7 @@ from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.communicators.channel import at
 from multibn.engine import masks
-from multibn.engine.statistics import BatchStatistics, Moments, total
+from multibn.engine.statistics import BatchStatistics, Moments, allreduce_statistics
 from multibn.kernels import NormArgs, Running, steps
 
 _NAMES = re.compile(r"(^|_)(running|moving|avg|ema|population)_(mean|var|variance|std)$")
@@ -102,10 +102,10 @@ def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str
     def total_of(*arrays: Array) -> Any:
         numbers = wire.concat(arrays)
         if not xp.all(xp.isfinite(numbers)):
-            numbers = xp.full_like(numbers, wire.mark(communicator.rank))
+            numbers = xp.full_like(numbers, wire.rank_bit(communicator.rank))
         sums = at(communicator, place).allreduce(numbers)
         if not abs(sums[-1]) < wire.LARGEST:
-            ranks = wire.marked([float(sums[-1])])
+            ranks = wire.ranks_of([float(sums[-1])])
             raise FloatingPointError(
                 f"`x` must be finite: got NaN or infinity on rank(s) {ranks} of "
                 f"{communicator.size}. Mask such numbers. What was new on all ranks is dropped."
@@ -169,9 +169,9 @@ class PopulationEstimator:
         """
         xp, sums = array_namespace(self._sums), self._sums
         communicator = SingleProcess() if communicator is None else communicator
-        mark = xp.full_like(sums, wire.mark(communicator.rank))
+        mark = xp.full_like(sums, wire.rank_bit(communicator.rank))
         sums = xp.where(xp.abs(sums) < wire.LARGEST, sums, mark)
-        return total(sums, self.shape, sums[-1], sums[-1], communicator)
+        return allreduce_statistics(sums, self.shape, sums[-1], sums[-1], communicator)
 
 
 class StepAccumulator:

@@ -152,12 +152,12 @@ def aggregate(
     weight = masks.rank_weight(count, num_samples, weighting)
     if not isinstance(communicator, Handle):
         communicator = resolved(communicator)
-    mark = wire.mark(communicator.rank)
+    mark = wire.rank_bit(communicator.rank)
     payload = steps.pack(mean, meansqr, weight, count, mark)
-    return total(payload, mean.shape, weight, count, communicator)
+    return allreduce_statistics(payload, mean.shape, weight, count, communicator)
 
 
-def total(
+def allreduce_statistics(
     payload: Array, shape: tuple[int, ...], weight: Array, count: Array, communicator: Communicator
 ) -> BatchStatistics:
     """The statistics of all ranks' payloads, see `multibn.wire`. Collective."""

@@ -150,8 +150,8 @@ def run(
         )
     if state == NOT_FINITE and x.dtype != jnp.float16:
         raise FloatingPointError(
-            "the batch statistics are not finite: the input has NaN, infinity or too large values. "
-            "Look for their origin in the layers before."
+            "the batch statistics are not finite: the input contains NaN, infinity or values that "
+            "overflow. Check the preceding layers."
         )
     return batch
 
@@ -184,7 +184,7 @@ def _run(
     own = jnp.zeros_like(first) if is_wide else steps.as_wide(centre)
     mean = own + first
     meansqr = second - first * first + mean * mean
-    summed = shared.allreduce(steps.pack(mean, meansqr, weight, count, wire.mark(shared.rank)))
+    summed = shared.allreduce(steps.pack(mean, meansqr, weight, count, wire.rank_bit(shared.rank)))
     of_y, _ = steps.statistics_of(args, spread(summed, x, options.axis_name), weight, count)
     scales = 1.0 / jnp.sqrt(of_y.var + args.eps)
     scales = scales if scale is None else scales * steps.as_wide(scale)

@@ -33,7 +33,7 @@ from multibn.kernels.spec import (
     unpack,
 )
 from multibn.kernels.steps import update_running
-from multibn.wire import NO_MARK
+from multibn.wire import NO_BIT
 
 FIELDS: dict[Any, list[str]] = dict(
     zip(
@@ -113,7 +113,7 @@ def begin_forward(
     args: NormArgs,
     rank_weight: float,
     count: float,
-    mark: float = NO_MARK,
+    mark: float = NO_BIT,
     *,
     out: Array | None = None,
 ) -> Array:

@@ -32,7 +32,7 @@ from multibn.kernels.triton import passes, steps
 from multibn.kernels.triton.launch import launch, number, require_launcher
 from multibn.kernels.triton.prepared import PreparedStep as PreparedStep
 from multibn.kernels.triton.tiling import DTYPES, Tilings, tilings_of
-from multibn.wire import HEAD, NO_MARK, Message, backward_payload
+from multibn.wire import HEAD, NO_BIT, Message, backward_payload
 
 if torch.cuda.is_available():
     require_launcher()
@@ -62,7 +62,7 @@ def begin_forward(
     args: NormArgs,
     rank_weight: Any,
     count: Any,
-    mark: float = NO_MARK,
+    mark: float = NO_BIT,
     /,
     *,
     out: Message | None = None,

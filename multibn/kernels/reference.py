@@ -44,7 +44,7 @@ def begin_forward(
     args: NormArgs,
     rank_weight: float | Array,
     count: float | Array,
-    mark: float = wire.NO_MARK,
+    mark: float = wire.NO_BIT,
     /,
     *,
     out: Any = None,

@@ -29,7 +29,7 @@ from multibn.kernels.spec import (
 
 
 def pack(
-    mean: Array, meansqr: Array, weight: Array, count: Array, mark: float = wire.NO_MARK, /
+    mean: Array, meansqr: Array, weight: Array, count: Array, mark: float = wire.NO_BIT, /
 ) -> Array:
     """A layer's forward payload, see `multibn.wire`."""
     xp = array_namespace(mean)

@@ -15,9 +15,9 @@ from multibn.parity import devices
 from multibn.parity.cases import CASES, select
 from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
 from multibn.parity.pair import find, load_pair
-from multibn.parity.worker import SURFACES, Error
+from multibn.parity.worker import ADAPTERS, Error
 
-# The modules that surfaces and communicators need.
+# The modules that adapters and communicators need.
 NEEDS = {
     "torch": ["torch"],
     "chainer": ["chainer"],
@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     names = [case.name for case in select(args.cases)]
     print("Each row shows the largest error relative to its bound.")
     print(f"{'over x ranks':19} layers  error {'of quantity, in case':36} verdict", flush=True)
-    surfaces, options = (
-        (["models"], {"path": args.model}) if args.model else (SURFACES, {"cases": names})
+    adapters, options = (
+        (["models"], {"path": args.model}) if args.model else (ADAPTERS, {"cases": names})
     )
     launches = [
         (over, size)
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress(len(launches)) as tell:
         for number, (over, size) in enumerate(launches):
             tell(number)
-            verdicts += launch(over, size, ["flax"] if over == "shard_map" else surfaces, **options)
+            verdicts += launch(over, size, ["flax"] if over == "shard_map" else adapters, **options)
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
     return exit_status(verdicts)
 
@@ -128,11 +128,11 @@ def _progress(total: int) -> Iterator[Callable[[int], object]]:
     )
 
 
-def launch(over: str, size: int, surfaces: Iterable[str], **options: Any) -> list[str]:
-    """The verdicts of one launch, printed: the errors of the surfaces that can run here."""
-    absent = {surface: missing(surface, over) for surface in surfaces}
-    found = {surface: ("not run", f"not run: {reason}") for surface, reason in absent.items()}
-    able = [surface for surface, reason in absent.items() if not reason]
+def launch(over: str, size: int, adapters: Iterable[str], **options: Any) -> list[str]:
+    """The verdicts of one launch, printed: the errors of the adapters that can run here."""
+    absent = {adapter: missing(adapter, over) for adapter in adapters}
+    found = {adapter: ("not run", f"not run: {reason}") for adapter, reason in absent.items()}
+    able = [adapter for adapter, reason in absent.items() if not reason]
     try:
         if able:
             function, ranks_of = "multibn.parity.pair.compare_models", (over, size)
@@ -141,17 +141,17 @@ def launch(over: str, size: int, surfaces: Iterable[str], **options: Any) -> lis
                 function, ranks_of = "multibn.parity.devices.measure", ("single process", 1)
                 options["size"], variables = size, devices.variables(size)
             elif able != ["models"]:
-                function, options["surfaces"] = "multibn.parity.worker.measure", able
+                function, options["adapters"] = "multibn.parity.worker.measure", able
             ranks = run_workers(
                 function, *ranks_of, timeout=TIMEOUT, variables=variables, **options
             )
             errors = [Error(*error) for rank in ranks for error in rank]
-            found |= {name: judge([e for e in errors if e.surface == name]) for name in able}
+            found |= {name: judge([e for e in errors if e.adapter == name]) for name in able}
     except WorkerError as error:
         print(f"{error.output}\n{error}", file=sys.stderr, flush=True)
         found |= dict.fromkeys(able, ("failed", f"failed: {error.reason}"))
-    for surface, (_, text) in found.items():
-        print(f"{f'{over} x{size}':19} {surface:7} {text}", flush=True)
+    for adapter, (_, text) in found.items():
+        print(f"{f'{over} x{size}':19} {adapter:7} {text}", flush=True)
     return [verdict for verdict, _ in found.values()]
 
 
@@ -170,9 +170,9 @@ def judge(errors: Sequence[Error]) -> tuple[str, str]:
     return verdict, "\n".join(lines)
 
 
-def missing(surface: str, over: str) -> str:
+def missing(adapter: str, over: str) -> str:
     """Why the combination cannot be run here; "" if nothing is missing."""
-    needs = dict.fromkeys(NEEDS[surface] + NEEDS[over])
+    needs = dict.fromkeys(NEEDS[adapter] + NEEDS[over])
     absent = [f"{name} is not installed" for name in needs if not importable(name)]
     if LAUNCHERS.get(over) == "mpiexec" and find_command("mpiexec") is None:
         absent.append("no mpiexec on PATH")

@@ -151,7 +151,7 @@ class WorkerError(Exception):
 
 def run_workers(
     function: str,
-    over: str,
+    communicator_name: str,
     size: int,
     /,
     *,
@@ -161,13 +161,20 @@ def run_workers(
 ) -> list[Any]:
     """The results of `function`, "package.module.function", on each rank, which JSON must hold.
 
-    Arrays become lists. The function is called with the communicator `over`, a key of `LAUNCHERS`,
+    Arrays become lists. The function is called with a communicator, named by a key of `LAUNCHERS`,
     and with `options`. Raises WorkerError if ranks fail, or after `timeout` seconds.
     """
-    name = f"{function} over {over}, {size} rank(s)"
+    name = f"{function} over {communicator_name}, {size} rank(s)"
     with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
-        worker = ["-m", "multibn.parity.launch", function, over, json.dumps(options), directory]
-        command = launch_command(LAUNCHERS[over], size, worker)
+        worker = [
+            "-m",
+            "multibn.parity.launch",
+            function,
+            communicator_name,
+            json.dumps(options),
+            directory,
+        ]
+        command = launch_command(LAUNCHERS[communicator_name], size, worker)
         try:
             ran = run(command, timeout=timeout, variables=variables)
         except subprocess.TimeoutExpired as expired:
@@ -183,11 +190,11 @@ def run_workers(
         return [json.loads(path.read_text()) for path in paths]
 
 
-def main(path: str, over: str, options: str, directory: str) -> None:
+def main(path: str, communicator_name: str, options: str, directory: str) -> None:
     """One rank of `run_workers`."""
     module, _, name = path.rpartition(".")
     function = getattr(import_module(module), name)
-    communicator = enter_world(over)
+    communicator = enter_world(communicator_name)
     result = json.dumps(function(communicator, **json.loads(options)), default=lambda a: a.tolist())
     Path(directory, f"{communicator.rank:03}.json").write_text(result)
     leave_world()

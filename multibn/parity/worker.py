@@ -1,6 +1,6 @@
 """The work of each rank of the parity command: trains layers, and finds their errors.
 
-A surface is a framework's layer or model behind one small interface of NumPy arrays. A rank
+A adapter is a framework's layer or model behind one small interface of NumPy arrays. A rank
 compares when all communication is over, so that it cannot fail and leave the other ranks waiting
 in a collective. Only functions import frameworks.
 """
@@ -30,7 +30,7 @@ class Error(NamedTuple):
     bound: float
     quantity: str
     case: str
-    surface: str
+    adapter: str
     text: str = ""  # of an option that differs, whose error is infinite
     layer: str = ""  # the first layer whose output differs
 
@@ -152,28 +152,28 @@ def chainer_layer(case: Case, communicator: Communicator) -> Chainer:
     return Chainer(link, call)
 
 
-SURFACES: dict[str, Any] = {"torch": torch_layer, "chainer": chainer_layer}
+ADAPTERS: dict[str, Any] = {"torch": torch_layer, "chainer": chainer_layer}
 
 
 def measure(
-    communicator: Communicator, surfaces: Sequence[str], cases: Sequence[str]
+    communicator: Communicator, adapters: Sequence[str], cases: Sequence[str]
 ) -> list[Error]:
     """This rank's errors of layers in the cases of these names. Collective."""
     arrays = {
-        (case, surface): train(surface, case, communicator)
+        (case, adapter): train(adapter, case, communicator)
         for case in CASES
         if case.name in cases
-        for surface in surfaces
+        for adapter in adapters
     }
     rank, size = communicator.rank, communicator.size
     return [
-        e for (case, surface), a in arrays.items() for e in compare(surface, case, a, rank, size)
+        e for (case, adapter), a in arrays.items() for e in compare(adapter, case, a, rank, size)
     ]
 
 
-def train(surface: str, case: Case, communicator: Communicator) -> Arrays:
+def train(adapter: str, case: Case, communicator: Communicator) -> Arrays:
     """Train a layer. Collective."""
-    layer = SURFACES[surface](case, communicator)
+    layer = ADAPTERS[adapter](case, communicator)
     arrays: Arrays = {}
     rank, size = communicator.rank, communicator.size
     for step in range(case.steps):
@@ -188,7 +188,7 @@ def train(surface: str, case: Case, communicator: Communicator) -> Arrays:
     return arrays
 
 
-@lru_cache(1)  # one surface after the other
+@lru_cache(1)  # one adapter after the other
 def expected(case: Case, rank: int, size: int) -> Arrays:
     """The right results of `train` on this rank."""
     arrays: Arrays = {}
@@ -214,11 +214,11 @@ def _named(step: int, *arrays: Array) -> Arrays:
     return {f"{step}/{name}": a for name, a in zip(QUANTITIES, arrays, strict=True)}
 
 
-def compare(surface: str, case: Case, got: Arrays, rank: int, size: int) -> list[Error]:
+def compare(adapter: str, case: Case, got: Arrays, rank: int, size: int) -> list[Error]:
     """The errors of what `train` has given on this rank."""
     errors = []
     for key, array in expected(case, rank, size).items():
         quantity = key.rpartition("/")[2]
         error, bound = oracle.relative_error(got[key], array), case.bound(quantity)
-        errors.append(Error(error / bound, error, bound, quantity, case.name, surface))
+        errors.append(Error(error / bound, error, bound, quantity, case.name, adapter))
     return errors

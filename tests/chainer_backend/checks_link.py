@@ -96,7 +96,7 @@ def check_nan_in_a_gradient_is_named_in_debug_mode(world: Communicator) -> None:
     y.grad = np.ones((4, 3), np.float32)
     if world.rank == 1:
         y.grad[0, 0] = np.nan
-    message = rf"gradient of the output of .* has NaN on rank\(s\) \[1\] of {world.size}\. Look f"
+    message = rf"gradient of the output of .* has NaN on rank\(s\) \[1\] of {world.size}\. Check"
     with chainer.using_config("debug", True), pytest.raises(FloatingPointError, match=message):
         y.backward()
 
@@ -304,7 +304,7 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
     ):
         refused: dict[str, Any] = wrong
         error = pytest.raises(ValueError, match=found)
-        others = pytest.raises(RuntimeError, match=r"was refused on rank\(s\) \[1\]")
+        others = pytest.raises(RuntimeError, match=r"was rejected on rank\(s\) \[1\]")
         with error if world.rank == 1 else others:
             options = refused if world.rank == 1 else {}
             normalize(whole[mine], *arrays, world, **options)

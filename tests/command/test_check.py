@@ -78,8 +78,8 @@ def test_report(launcher: str, size: int, change: str, over: str, tmp_path: Path
     report = json.loads(ran.stdout[ran.stdout.index("{\n") : ran.stdout.rindex("}") + 1])
     assert report["verdict"] == "all results are correct"
     assert (report["ranks"]["number"], report["ranks"]["over"]) == (size, over)
-    surface = "chainer, uneven" if change == WITHOUT["torch"] else "torch, uneven"
-    assert report["numbers"][surface]["error"] <= report["numbers"][surface]["bound"]
+    adapter = "chainer, uneven" if change == WITHOUT["torch"] else "torch, uneven"
+    assert report["numbers"][adapter]["error"] <= report["numbers"][adapter]["bound"]
     timed = {what.split(",")[0]: set(each) for what, each in report["microseconds"].items()}
     peer = "MPI" if launcher == "mpiexec" else "gloo"
     sums = {f"multibn over {over}", f"{peer} allreduce"}

@@ -149,7 +149,7 @@ def check_gpu_tensors_go_through_the_channel(world: Communicator) -> None:
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
     """The numbers come through host memory here: at once, and not one call later."""
     phase = Phase(world, "bn")
-    mark = wire.mark(world.rank)
+    mark = wire.rank_bit(world.rank)
     with standin_cupy.installed() as cupy:
         payload = np.full(8, mark if world.rank == 1 else 1.0)
         with pytest.raises(
@@ -160,7 +160,7 @@ def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -
             reject_input(phase.layer, None, 3, cupy.asarray(payload))
         else:
             with pytest.raises(
-                RuntimeError, match=r"in bn \(forward, .*\): an input was refused on"
+                RuntimeError, match=r"in bn \(forward, .*\): the input was rejected on"
             ):
                 phase.allreduce(cupy.asarray(payload))
         summed = phase.allreduce(cupy.asarray(np.ones(8)))
@@ -308,7 +308,7 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
     else:
         said = _said(communicator, np.ones(1), world)
         # Ranks that have no connection with rank 1 hear of the failure of those that have.
-        assert "for rank(s) [1], which ended or left the group before: rank 1 (mach" in said
+        assert "for rank(s) [1], which have already exited or left the group: rank 1 (mach" in said
 
 
 @only(sizes=(2, 3, 4))
@@ -365,21 +365,21 @@ def check_a_refused_input_is_told_in_any_message(world: Communicator) -> None:
     others: list[tuple[Callable[[], object], str]] = [
         (
             lambda: layers[1].allreduce(np.ones(12)),
-            "in bn5 (forward, float32, call 2): an input was refused on rank(s) [1]",
+            "in bn5 (forward, float32, call 2): the input was rejected on rank(s) [1]",
         ),
         (
             lambda: layers[0].allreduce(np.ones(8)),
-            "in bn3 (forward, float32, call 2): an input was refused on rank(s) [1]",
+            "in bn3 (forward, float32, call 2): the input was rejected on rank(s) [1]",
         ),
         (lambda: communicator.allreduce(np.ones(1)), "in a sum of float64 numbers of shape (1,)"),
-        (check_sync, "in check_sync: an input was refused on rank(s) [1]"),
+        (check_sync, "in check_sync: the input was rejected on rank(s) [1]"),
         (lambda: Phase(communicator, "new").allreduce(np.ones(8)), "in the first message of new"),
     ]
     for send, told in others:
         if world.rank == 1:
             reject_input(layers[0].layer)  # the rank that refuses has an error of its own
         else:
-            with pytest.raises(RuntimeError, match="cannot go on") as raised:
+            with pytest.raises(RuntimeError, match="stops in") as raised:
                 send()
             assert told in str(raised.value)
 

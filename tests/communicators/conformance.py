@@ -111,7 +111,7 @@ def check_fork(comm: Any, *, used: bool) -> None:
         said = os.read(reader, 10_000).decode()
     assert comm.allreduce(np.ones(1)).item() == comm.size
     if comm.rank == 0:
-        assert f"this process (pid {child}) is a fork of rank 0 (pid {os.getpid()}), whose" in said
+        assert f"this process (pid {child}) is a fork of rank 0 (pid {os.getpid()}), and a" in said
         assert "process_group=multibn.SingleProcess(), or start the child by spawn." in said
 
 

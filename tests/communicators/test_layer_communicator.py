@@ -235,7 +235,7 @@ def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
         return ""
 
     error = run_ranks(2, work)[1]
-    assert error.startswith("rank 1 cannot go on, in average_gradients: an input was refused on")
+    assert error.startswith("rank 1 stops in average_gradients: the input was rejected on")
 
 
 def test_a_refused_input_meets_a_layer_of_another_width() -> None:
@@ -252,8 +252,8 @@ def test_a_refused_input_meets_a_layer_of_another_width() -> None:
         return str(raised.value)
 
     assert run_ranks(2, work)[0].startswith(
-        "rank 0 cannot go on, in bn1 (forward, float32, call 2): an input was refused on rank(s) "
-        "[1] of 2. The error raised"
+        "rank 0 stops in bn1 (forward, float32, call 2): the input was rejected on rank(s) "
+        "[1] of 2. See the error"
     )
 
 
@@ -261,7 +261,7 @@ def test_a_refused_input_meets_a_layer_of_another_width() -> None:
     "phase, end",
     [
         ("backward", "or call the layer with an empty batch, layer(x[:0]).sum()."),
-        ("forward", "and none may evaluate while others train."),
+        ("forward", "and all must be in training or all in evaluation."),
     ],
 )
 def test_a_loss_that_leaves_a_layer_out_is_named_as_the_cause(phase: str, end: str) -> None:
@@ -344,7 +344,7 @@ def test_unlike_layers_are_named_later(ones: Any) -> None:
         else:
             expected = (
                 f"the ranks were in different places in an earlier call, {('bn1', 'bn2')[rank]} "
-                f"(forward, float32, call 2), on rank {rank}: another rank was in another layer"
+                f"(forward, float32, call 2), on rank {rank}: another rank ran a different layer"
             )
             assert sent == [2 * TOGETHER - 4] * 2, "all ranks look at a message at the same moment"
         assert str(error).startswith(expected)
@@ -377,16 +377,16 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> No
             id="infinity is named by every rank",
         ),
         pytest.param(
-            wire.mark(1),
+            wire.rank_bit(1),
             FloatingPointError,
-            r"NaN, infinity or too large values on rank\(s\) \[1\] of 2\. Look",
+            r"NaN, infinity or values that overflow on rank\(s\) \[1\] of 2\. Check",
             id="a rank whose input is not finite is named by every rank",
         ),
         pytest.param(
             None,
             RuntimeError,
-            r"^rank {rank} cannot go on, in an earlier call, bn \(forward, .*, call 1\): an "
-            r"input was refused on rank\(s\) \[1\] of 2\. The error raised there says why\.$",
+            r"^rank {rank} stops in an earlier call, bn \(forward, .*, call 1\): the "
+            r"input was rejected on rank\(s\) \[1\] of 2\. See the error on that rank\.$",
             id="a refusal is told to every rank",
         ),
     ],
@@ -616,12 +616,12 @@ def test_the_sum_of_heads_tells_unlike_ranks_and_those_that_refuse(size: int) ->
             unlike = total - wire.head(v) + wire.head(other)
             assert wire.all_equal(unlike.tolist(), size) == (size == 1)
             assert not wire.is_refused(unlike.tolist())
-        for mark in (wire.mark(0), wire.mark(49), wire.NO_MARK):
+        for mark in (wire.rank_bit(0), wire.rank_bit(49), wire.NO_BIT):
             refused = (total + wire.head(mark)).tolist()
             assert wire.is_refused(refused)
             assert not wire.all_equal(refused, size)
-            assert wire.marked(refused[:1]) == [
-                rank for rank in range(50) if wire.mark(rank) == mark
+            assert wire.ranks_of(refused[:1]) == [
+                rank for rank in range(50) if wire.rank_bit(rank) == mark
             ]
 
 
@@ -629,11 +629,11 @@ def test_the_ranks_that_have_sent_marks_are_read_from_the_sum_with_all_finite_nu
     rng = np.random.default_rng(0)
     for size, marking in ((50, [0, 7, 49]), (1, [0]), (8192, [3]), (50, range(50)), (51, [50])):
         largest = rng.uniform(-1, 1, size) * wire.LARGEST
-        sent = [wire.mark(rank) if rank in marking else v for rank, v in enumerate(largest)]
+        sent = [wire.rank_bit(rank) if rank in marking else v for rank, v in enumerate(largest)]
         for order in (sent, sent[::-1]):
             numbers = np.array([0.0, 0.0, 1.0, 1.0])
             for v in order:
                 numbers[1] += v
-            (found,) = wire.marks(numbers)
-            assert wire.marked([found]) == [rank for rank in marking if rank < 50]
-    assert wire.marks(np.array([wire.LARGEST * 8192, 1.0, 8192.0])) == []
+            (found,) = wire.rank_bits_in(numbers)
+            assert wire.ranks_of([found]) == [rank for rank in marking if rank < 50]
+    assert wire.rank_bits_in(np.array([wire.LARGEST * 8192, 1.0, 8192.0])) == []

@@ -107,7 +107,7 @@ def test_a_machine_that_the_number_does_not_divide_is_named(machines: threading.
             return str(error)
 
     small, _, *large = run_ranks(5, work)
-    assert "groups of 3 consecutive ranks need a number of ranks that 3 divides: got 2 in" in small
+    assert "the number of ranks must be divisible by the group size 3: got 2 in" in small
     assert small.endswith(
         "'machine'), on its rank 0. Use one of [1, 2], in `process_group`, `num_sync_devices` or "
         "cfg.BN.NUM_SYNC_DEVICES."

@@ -114,10 +114,10 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
         pytest.param(
             lambda watchdog: watchdog.close(None),
             ConnectionError,
-            r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], which ended or left the group "
-            r"before: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a "
-            r"\(forward\)\. All ranks must take the same number of steps; in torch, "
-            r"`join` serves data of unequal length\.",
+            r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], which have already exited or left "
+            r"the group: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a "
+            r"\(forward\)\. All ranks must take the same number of steps; with torch, "
+            r"`join` handles uneven data\.",
             id="it has left",
         ),
         pytest.param(  # rank 1 has told of rank 3 and ended, before rank 0 looks
@@ -195,8 +195,8 @@ def test_who_waits_says_one_word_before_the_deadline(
             f"multibn: rank 0 has waited 0.2 s in bn (forward, float32, call {call}) for rank(s)"
         )
         rest = " [1]: no rank of the group has connected yet."
-        assert said == f"{begin}{rest} An error follows after 0.9 s."
-        assert last == said.replace("waited 0.2", "waited 0.9").partition(" An error")[0]
+        assert said == f"{begin}{rest} This becomes an error after 0.9 s."
+        assert last == said.replace("waited 0.2", "waited 0.9").partition(" This becomes")[0]
         assert f"multibn: {error}".startswith(f"{last} Possible causes: ")  # said once
 
 
@@ -231,7 +231,7 @@ def test_a_message_that_all_ranks_wait_for_is_the_transports_fault(
     assert "Restart all ranks. Without a restart, in a notebook for example: with " in str(error)
     said, _ = capfd.readouterr().err.splitlines()
     assert said.startswith(f"multibn: rank 0 has waited 0.5 s in {delivered}")
-    assert said.endswith(" An error follows after 1.2 s.")
+    assert said.endswith(" This becomes an error after 1.2 s.")
 
 
 def test_a_call_that_is_under_way_is_not_the_last_one() -> None:
@@ -272,7 +272,10 @@ def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None
 @pytest.mark.parametrize(
     "notice, said",
     [
-        (None, r"waits in a \(forward\) for rank\(s\) \[1\], which ended or left the group before"),
+        (
+            None,
+            r"waits in a \(forward\) for rank\(s\) \[1\], which have already exited or left",
+        ),
         (
             Status("failed", 0, "its program has ended by KeyError"),
             "rank 1 has failed: its prog",

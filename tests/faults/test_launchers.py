@@ -49,7 +49,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_layer_that_stays_local_warns_once_and_names_the_fix(ran: Ran) -> None:
-    warning = "1 warning: batch statistics stay local to this process although the"
+    warning = "1 warning: batch statistics are not synchronized, although the"
     assert ran.output.count(warning) == 2, ran.output
     assert ran.output.count("started 2") == 2
     fix = {

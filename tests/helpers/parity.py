@@ -9,43 +9,43 @@ from multibn import wire
 from multibn.communicators import Communicator
 from multibn.parity.cases import CASES, CHANNELS, Case
 from multibn.parity.oracle import Array
-from multibn.parity.worker import SURFACES, Error, compare, train
+from multibn.parity.worker import ADAPTERS, Error, compare, train
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator
 
 
-def errors(surface: str, case: Case, communicator: Communicator) -> list[Error]:
+def errors(adapter: str, case: Case, communicator: Communicator) -> list[Error]:
     """This rank's errors from the oracle that are not within bounds. Collective."""
     counting = CountingCommunicator(communicator)
-    arrays = train(surface, case, counting)
+    arrays = train(adapter, case, counting)
     if communicator.size > 1:  # one message forward and one backward; two means of gradients
         # Of float64, a mean far from 0 is taken by a second message forward.
         is_far = case.dtype == "float64" and case.mean > 100 * case.std
-        again = surface == "chainer" and case.recompute  # by F.forget, which keeps no statistics
+        again = adapter == "chainer" and case.recompute  # by F.forget, which keeps no statistics
         n = wire.length(CHANNELS)
         step = [n] * (1 + is_far + again) + [wire.HEAD + 2 * CHANNELS] + [CHANNELS] * 2
         assert counting.take() == step * case.steps
     assert arrays["0/y"].dtype == arrays["0/dx"].dtype == np.dtype(case.dtype)
-    found = compare(surface, case, arrays, communicator.rank, communicator.size)
+    found = compare(adapter, case, arrays, communicator.rank, communicator.size)
     return [error for error in found if not error.ratio <= 1]
 
 
-def check(surface: str, communicator: Communicator) -> None:
+def check(adapter: str, communicator: Communicator) -> None:
     """Train all cases, and look at errors once all communication is over."""
-    assert [errors(surface, case, communicator) for case in CASES] == [[]] * len(CASES)
+    assert [errors(adapter, case, communicator) for case in CASES] == [[]] * len(CASES)
 
 
 def checks() -> dict[str, Any]:
     """A check for each installed framework, by its name."""
     return {
-        f"check_{surface}_against_the_oracle": functools.partial(check, surface)
-        for surface in frameworks()
+        f"check_{adapter}_against_the_oracle": functools.partial(check, adapter)
+        for adapter in frameworks()
     }
 
 
 def frameworks() -> list[str]:
     """Those that are installed."""
-    return [name for name in SURFACES if require.available(name)]
+    return [name for name in ADAPTERS if require.available(name)]
 
 
 def batches(split: str, size: int, dtype: str, seed: int) -> tuple[list[Array], list[Array]]:

@@ -215,7 +215,7 @@ def errors_of_rank_0(
 
     def run(communicator: ThreadCommunicator) -> None:
         wrong = communicator.rank == 0
-        expected = (kind, message) if wrong else (RuntimeError, r"refused on rank\(s\) \[0\]")
+        expected = (kind, message) if wrong else (RuntimeError, r"rejected on rank\(s\) \[0\]")
         with pytest.raises(expected[0], match=expected[1]):
             call(wrong, communicator)
 

@@ -415,7 +415,7 @@ def test_results_have_memory_of_their_own(kernels: Any) -> None:
 @libraries
 def test_a_mark_stands_for_moments_that_are_not_finite(kernels: Any, of: Any) -> None:
     """The mark stands in their channels alone."""
-    marks = wire.mark(3), wire.NO_MARK
+    marks = wire.rank_bit(3), wire.NO_BIT
     for value in (np.nan, np.inf, 1e145):
         x = np.arange(24.0).reshape(4, 3, 2)
         x[1, 2, 0] = value

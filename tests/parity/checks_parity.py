@@ -3,7 +3,7 @@
 from multibn.communicators import Communicator, SingleProcess
 from multibn.parity import oracle
 from multibn.parity.cases import Case
-from multibn.parity.worker import SURFACES, expected
+from multibn.parity.worker import ADAPTERS, expected
 from tests.harness.runs import on
 from tests.helpers import parity
 
@@ -19,7 +19,7 @@ def check_ordinary_batch_norm_on_the_parts_differs(world: Communicator) -> None:
     xs, dys, _ = case.batches(world.size, 0)
     want = expected(case, world.rank, world.size)
     for framework in parity.frameworks():
-        layer = SURFACES[framework](case, SingleProcess())
+        layer = ADAPTERS[framework](case, SingleProcess())
         y, dx = layer.train(xs[world.rank], dys[world.rank])
         assert oracle.relative_error(y, want["0/y"]) > 1e-2
         assert oracle.relative_error(dx, want["0/dx"]) > 1e-2

@@ -54,15 +54,15 @@ def test_batches_fit_their_case_and_are_repeatable(case: Case) -> None:
 
 @pytest.mark.parametrize("quantity", list(BOUNDS["float32"]))
 @pytest.mark.parametrize("by", [1e-3, np.nan])
-@pytest.mark.parametrize("surface", ["torch", "chainer"])
-def test_a_broken_surface_is_found(surface: str, quantity: str, by: float) -> None:
-    require.need(surface)
-    arrays = worker.train(surface, UNEVEN, SingleProcess())
+@pytest.mark.parametrize("adapter", ["torch", "chainer"])
+def test_a_broken_adapter_is_found(adapter: str, quantity: str, by: float) -> None:
+    require.need(adapter)
+    arrays = worker.train(adapter, UNEVEN, SingleProcess())
     (key,) = [key for key in arrays if key.endswith(f"{UNEVEN.steps - 1}/{quantity}")]
     arrays[key] = arrays[key] + by
-    worst = max(worker.compare(surface, UNEVEN, arrays, 0, 1))
+    worst = max(worker.compare(adapter, UNEVEN, arrays, 0, 1))
     assert worst.ratio > 1
-    assert (worst.case, worst.quantity, worst.surface) == ("uneven", quantity, surface)
+    assert (worst.case, worst.quantity, worst.adapter) == ("uneven", quantity, adapter)
 
 
 def verdicts_of(monkeypatch: Any, errors: Sequence[Error], absent: str = "") -> list[str]:
@@ -142,9 +142,9 @@ def test_a_shape_that_differs_is_an_infinite_error() -> None:
 def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
     """The names of the case and of the quantity that failed stand in it."""
     case = max((case.name for case in cases.CASES), key=len)
-    surfaces = "numpy", "torch", "chainer", "flax"
-    errors = [Error(np.inf, np.inf, 1e-6, "running_mean", case, each) for each in surfaces]
-    monkeypatch.setattr(command, "missing", lambda surface, over: "")
+    adapters = "numpy", "torch", "chainer", "flax"
+    errors = [Error(np.inf, np.inf, 1e-6, "running_mean", case, each) for each in adapters]
+    monkeypatch.setattr(command, "missing", lambda adapter, over: "")
     monkeypatch.setattr(command, "run_workers", lambda *_, **__: [errors])
     monkeypatch.setattr(command, "LAUNCHERS", {"chainermn naive": "mpiexec"})
     assert cli.main(["parity", "--ranks", "16", "--cases", case]) == 1
@@ -183,15 +183,15 @@ def ends_badly(_: Any) -> None:
 def test_ranks_that_fail_or_hang_are_errors() -> None:
     function = "multibn.parity.worker.measure"
     start = partial(_launch.run_workers, function, "single process", 1, cases=["float32"])
-    with pytest.raises(WorkerError, match=r"1 rank\(s\): KeyError: 'no such surface'") as raised:
-        start(timeout=60, surfaces=["no such surface"])
+    with pytest.raises(WorkerError, match=r"1 rank\(s\): KeyError: 'no such adapter'") as raised:
+        start(timeout=60, adapters=["no such adapter"])
     assert "Traceback" in raised.value.output
     with pytest.raises(WorkerError, match="exit status 1, results of 0 of 1 ranks"):
         _launch.run_workers("sys.exit", "single process", 1, timeout=60)
     with pytest.raises(WorkerError, match="exit status 3, results of 1 of 1 ranks"):
         _launch.run_workers(f"{__name__}.ends_badly", "single process", 1, timeout=60)
     with pytest.raises(WorkerError, match=r"1 rank\(s\): no result within 0.02 s"):
-        start(timeout=0.02, surfaces=["torch"])
+        start(timeout=0.02, adapters=["torch"])
 
 
 def test_ranks_find_the_users_modules(monkeypatch: Any) -> None:
@@ -257,7 +257,7 @@ def test_options_that_differ_are_named_before_any_number(
     monkeypatch.setattr(models, "pair", lambda: (torch_model, chainer_model, x))
     found = pair.compare_models(SingleProcess(), PAIR)
     assert [e.text for e in found] == [text]
-    assert verdicts_of(monkeypatch, [e._replace(surface="torch") for e in found], "chainer")[0] == (
+    assert verdicts_of(monkeypatch, [e._replace(adapter="torch") for e in found], "chainer")[0] == (
         "BROKEN"
     )
     lines = capsys.readouterr().out.splitlines()

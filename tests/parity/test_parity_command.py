@@ -39,7 +39,7 @@ def test_every_combination_is_within_bounds(beside: list[str]) -> None:
     over = ["single process x1"]
     over += [f"{name} x{size}" for name in ("gloo", "mpi", "chainermn naive") for size in (1, 2)]
     assert [line[:27].rstrip() for line in beside] == [
-        *(f"{place:19} {surface}" for place in over for surface in ("torch", "chainer")),
+        *(f"{place:19} {adapter}" for place in over for adapter in ("torch", "chainer")),
         f"{'shard_map x2':19} flax",
         f"{2 * len(over) + 1} ok",
     ]
@@ -47,9 +47,9 @@ def test_every_combination_is_within_bounds(beside: list[str]) -> None:
 
 def test_all_quantities_of_the_chosen_cases_are_measured() -> None:
     require.need("torch", "chainer")
-    errors = worker.measure(SingleProcess(), list(worker.SURFACES), NAMES)
-    for surface in worker.SURFACES:
-        own = [error for error in errors if error.surface == surface]
+    errors = worker.measure(SingleProcess(), list(worker.ADAPTERS), NAMES)
+    for adapter in worker.ADAPTERS:
+        own = [error for error in errors if error.adapter == adapter]
         assert list(dict.fromkeys(error.case for error in own)) == NAMES
         assert {error.quantity for error in own} == BOUNDS["float32"].keys()
 

@@ -526,7 +526,7 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
                     with pytest.raises(kind, match=message):
                         layer(wrong)
                 elif training or name in OF_SAMPLES:
-                    with pytest.raises(RuntimeError, match=rf"refused on rank\(s\) \[{k % 2}\]"):
+                    with pytest.raises(RuntimeError, match=rf"rejected on rank\(s\) \[{k % 2}\]"):
                         layer(good)
                 assert layer(good).isfinite().all(), message
 
@@ -569,7 +569,7 @@ def test_a_tensor_that_wraps_another_on_one_rank_is_an_error_on_all(name: str) -
                 with pytest.raises(TypeError, match=message):
                     layer(wrong)
             else:
-                with pytest.raises(RuntimeError, match=r"refused on rank\(s\) \[1\]"):
+                with pytest.raises(RuntimeError, match=r"rejected on rank\(s\) \[1\]"):
                     layer(x)
             for fine in (x.as_subclass(Named), nn.Parameter(x)):
                 found, expected = layer(fine).as_subclass(Tensor), layer(x)

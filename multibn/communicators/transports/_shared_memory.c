@@ -74,7 +74,7 @@ static int numbers(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t all,
     return !PyErr_Occurred();
 }
 
-/* Whether so many have arrived within some looks. */
+/* Spin for a moment: whether the goal has been reached. */
 static int comes_soon(gate *g, uint32_t goal) {
     for (int i = 0; i < SPINS; i++) {
         if (is_open(g, goal))
@@ -99,8 +99,8 @@ static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_
     return PyBool_FromLong(comes_soon(g, (uint32_t)n[1]));
 }
 
-/* wait(gate, goal, seconds, yielding): whether so many have arrived within that time. In the first
-   `yielding` seconds the rank keeps its core, and only offers it to others. */
+/* wait(gate, goal, seconds, yielding): whether the goal has been reached within that time. The
+   rank calls sched_yield for the first `yielding` seconds, then sleeps on the futex. */
 static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
     uintptr_t n[2];
     if (!numbers(arguments, given, 4, 2, n))

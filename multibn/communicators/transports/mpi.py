@@ -49,7 +49,7 @@ class MPI(ChannelCommunicator):
     Attributes
     ----------
     world_ranks
-        The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all.
+        Ranks in MPI.COMM_WORLD, in the order of this communicator; None for COMM_WORLD.
 
     Raises
     ------

@@ -207,11 +207,11 @@ def unavailable_reason() -> str | None:
     if not hasattr(os, "memfd_create"):
         return "needs Linux"
     if core is None:
-        return f"the part in C is missing. {how_to_build_core()}"
+        return f"the C extension is missing. {how_to_build_core()}"
     try:
         with _offered(_TRIAL) as (offer, _):
             if _opened(offer) is None:
                 return f"needs /proc: cannot open /proc/{offer['pid']}/fd/{offer['fd']}"
     except OSError as error:
-        return f"the system gives no memory to share: {error}"
+        return f"cannot create shared memory: {error}"
     return None

@@ -38,7 +38,7 @@ class TorchDistributed(ChannelCommunicator):
     through host memory. Arrays in host memory travel in memory that the ranks share if all are on
     one machine, and otherwise in a gloo group of multibn's own, so that no message of the program
     can be taken for one of multibn's; in the group itself only where that has a backend for GPUs
-    alone. Sums on a GPU have the deadline of the backend's watchdog, the group's own, and no other.
+    alone. Sums on a GPU have the process group's own timeout, and no other.
     `destroy_process_group(group)` also frees what multibn has opened for the group.
 
     Parameters

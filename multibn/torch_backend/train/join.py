@@ -37,7 +37,7 @@ class Joined:
     ) -> None:
         self.communicator = communicator
         self.exhausted = False
-        self._empty = empty
+        self._empty_batch = empty
         self._steps: Lockstep | None = None
 
     def __enter__(self) -> "Joined":
@@ -73,7 +73,7 @@ class Joined:
 
         def note(batch: Any) -> int:  # called by Lockstep, which tells the other ranks of an error
             if not stand_in:
-                stand_in.append((self._empty or _make_empty_batch)(batch))
+                stand_in.append((self._empty_batch or _make_empty_batch)(batch))
             return 0
 
         steps = self._steps = Lockstep(
@@ -140,7 +140,9 @@ class Joined:
                 "`losses` must have a number for each sample: got shape (), which is reduced "
                 'already. Pass reduction="none" to the loss function.'
             )
-        is_stand_in = self.exhausted and self._empty is not None  # the default has no elements
+        is_stand_in = (
+            self.exhausted and self._empty_batch is not None
+        )  # the default has no elements
         count = 0 if is_stand_in else losses.numel()
         counts = np.array([count], dtype=np.float64)
         total = at(self.communicator, "the mean of join's losses").allreduce(counts)

@@ -197,7 +197,7 @@ def sync_running_stats(
 
     mean, var = flat(means), flat(variances)
     is_sound = mean.isfinite() & var.isfinite() & (var >= 0)
-    mean = torch.where(is_sound, mean, wire.mark(rank))
+    mean = torch.where(is_sound, mean, wire.rank_bit(rank))
     if how == "broadcast":
         every = (m.num_batches_tracked for m in layers.values())
         counters = [counter for counter in every if counter is not None]

@@ -334,8 +334,8 @@ def test_why_not_says_what_keeps_memory_from_being_shared(monkeypatch: pytest.Mo
     monkeypatch.setattr(_platform.metadata, "distributions", lambda **_: [])  # no other one
     for where, name, instead, said in (
         (shared_memory, "_opened", lambda offer: None, "needs /proc: cannot open /proc/"),
-        (os, "posix_fallocate", refuse, "gives no memory to share: Cannot allocate"),
-        (shared_memory, "core", None, "the part in C is missing. Install a C compiler"),
+        (os, "posix_fallocate", refuse, "cannot create shared memory: Cannot allocate"),
+        (shared_memory, "core", None, "the C extension is missing. Install a C compiler"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, instead)

@@ -63,7 +63,7 @@ def check_an_input_without_channels_is_refused_on_all_ranks(world: Communicator)
                     sync_batch_norm(wrong, process_group=world)  # type: ignore[arg-type]
             else:
                 with pytest.raises(
-                    RuntimeError, match=r"cannot go on.* was refused on rank\(s\) \[1\]"
+                    RuntimeError, match=r"stops in.* was rejected on rank\(s\) \[1\]"
                 ):
                     call(x)
         torch.testing.assert_close(calls[0](x)[0], layer(x))  # all is well
@@ -75,7 +75,7 @@ def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> Non
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     dy = torch.ones(4, 3)
     dy[0, 0] = torch.nan if world.rank == 1 else 1.0
-    message = rf"gradient of the output of .* has NaN on rank\(s\) \[1\] of {world.size}\. Look f"
+    message = rf"gradient of the output of .* has NaN on rank\(s\) \[1\] of {world.size}\. Check"
     for run in (model, compiled):
         for check_nan in (False, True):
             x = torch.randn(4, 3, requires_grad=True)
@@ -136,9 +136,9 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
             found.append(model.state_dict())
             assert len({c.num_messages for c in counting}) == 1
         torch.testing.assert_close(*found, rtol=0, atol=0)
-    text = f"rank {world.rank} of {world.size} has skipped a batch in layer 1, as all ranks have: "
+    text = f"rank {world.rank} of {world.size} has skipped a batch in layer 1, on all ranks: "
     assert len(names) == 2
-    where = f"values on rank(s) [1] of {world.size}. The out"
+    where = f"values that overflow on rank(s) [1] of {world.size}. The out"
     assert all(name.startswith(text) and where in name for name in names)
 
 
@@ -239,7 +239,7 @@ def check_an_error_in_traced_code_reaches_all_ranks(world: Communicator) -> None
     for layer, wrong in layers:
         torch._dynamo.reset()
         run = torch.compile(layer, backend="eager")
-        kind, text = (RuntimeError, "refused on rank") if world.rank else (ValueError, None)
+        kind, text = (RuntimeError, "rejected on rank") if world.rank else (ValueError, None)
         with pytest.raises(kind, match=text):
             run(torch.ones((4, 4, 2, 2) if world.rank else wrong))
 
@@ -277,7 +277,7 @@ def check_compiled_layers_refuse_on_all_ranks(world: Communicator) -> None:
             layer(mine if last else x)
         except (ValueError, TypeError, RuntimeError, FloatingPointError) as error:
             errors.append(f"{type(error).__name__}: {error}")
-    refused = f"RuntimeError: rank {world.rank} cannot go on, in .* refused on rank"
+    refused = f"RuntimeError: rank {world.rank} stops in .* rejected on rank"
     expected = [refused, "FloatingPointError: .* are not finite", refused]
     if last:
         expected = ["ValueError: .* must have 3 channels", expected[1], "TypeError: .* torch.int64"]
@@ -343,7 +343,7 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
         error = pytest.raises(
             ValueError, match=r"`(running_mean` and `running_var|momentum)` must "
         )
-        others = pytest.raises(RuntimeError, match=r"was refused on rank\(s\) \[1\]")
+        others = pytest.raises(RuntimeError, match=r"was rejected on rank\(s\) \[1\]")
         with error if world.rank == 1 else others:
             sync_batch_norm(
                 parts[0][:, :4], process_group=world, **(refused if world.rank == 1 else narrow)

@@ -162,7 +162,7 @@ def test_parameters_that_do_not_fit_on_one_rank_are_an_error_on_all() -> None:
             ):
                 layer(torch.ones(4, C, 2, 3, 3))
         else:
-            with pytest.raises(RuntimeError, match=r"refused on rank\(s\) \[1\]"):
+            with pytest.raises(RuntimeError, match=r"rejected on rank\(s\) \[1\]"):
                 layer(torch.ones(4, C, 2, 3, 3))
 
     run_ranks(2, run)

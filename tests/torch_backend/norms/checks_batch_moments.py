@@ -77,7 +77,7 @@ def check_a_rank_that_cannot_is_an_error_on_all(world: Communicator) -> None:
         with pytest.raises(ValueError, match="`mask` must have the shape of the input"):
             batch_moments(x, process_group=world, mask=torch.ones(2, dtype=torch.bool))
     else:
-        with pytest.raises(RuntimeError, match=r"in batch_moments.*refused on rank\(s\) \[1\]"):
+        with pytest.raises(RuntimeError, match=r"in batch_moments.*rejected on rank\(s\) \[1\]"):
             batch_moments(x, process_group=world)
     wide = torch.ones(3, 2 + (world.rank == 1))
     with pytest.raises(RuntimeError, match=r"\[0.*\] in batch_moments .*C=2.*\[1\] in .*C=3"):

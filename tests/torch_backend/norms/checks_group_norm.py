@@ -146,7 +146,7 @@ def check_another_number_of_samples_or_groups_is_named(world: Communicator) -> N
             errors.append((groups, str(raised.value)))
     layer = SyncGroupNorm(4, 4, process_group=world)
     torch.testing.assert_close(layer(x), nn.GroupNorm(4, 4)(x))  # all is well
-    message = "must have 4 channels" if last else rf"refused on rank\(s\) \[{rank}\]"
+    message = "must have 4 channels" if last else rf"rejected on rank\(s\) \[{rank}\]"
     with pytest.raises(ValueError if last else RuntimeError, match=message):
         layer(x[:, :3] if last else x)
     for groups, error in errors:
