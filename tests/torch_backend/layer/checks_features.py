@@ -248,11 +248,11 @@ def check_collective_functions_run_in_compiled_code(world: Communicator) -> None
     """They break the graph."""
     torch._dynamo.reset()
     net: Any = convert_sync_batchnorm(_network(), world)
-    seen = RunningNorm(2, process_group=world)
+    seen: Any = RunningNorm(2, process_group=world)
     inputs = torch.full((3, 2), 1.0 + world.rank)
 
     @torch.compile(backend="eager")
-    def after_backward() -> torch.Tensor:
+    def after_backward() -> Any:
         average_gradients(net, process_group=world)
         sync_running_stats(net, process_group=world)
         check_sync(net, process_group=world)
