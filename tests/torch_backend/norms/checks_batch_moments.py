@@ -73,6 +73,7 @@ def check_masks_and_compiled_programs_are_as_eager_ones(world: Communicator) -> 
 
 def check_a_rank_that_cannot_is_an_error_on_all(world: Communicator) -> None:
     x = torch.arange(6.0).view(3, 2)
+    batch_moments(x, process_group=world)
     if world.rank == 1:
         with pytest.raises(ValueError, match="`mask` must have the shape of the input"):
             batch_moments(x, process_group=world, mask=torch.ones(2, dtype=torch.bool))
