@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multibn import kernels
 from multibn.communicators import nonfinite
 from multibn.communicators.channel import flush_checks
-from multibn.communicators.communicator import Handle
 from multibn.engine import plan
 from multibn.kernels import NormArgs, Running, cuda, reference, spec, steps
 from multibn.torch_backend import SyncBatchNorm
 from multibn.torch_backend.layer import compiled
 from multibn.wire import LARGEST
+from tests.helpers.ranks import EqualRanks
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
 from tests.kernels.triton_passes import launched as launched
@@ -53,17 +53,12 @@ def test_a_batch_that_is_not_finite(
     assert launched == 2 * expected
 
 
-class Twice(Handle):
+class Twice(EqualRanks):
     """Two equal ranks; a multiplication stands for the launch of a transport."""
 
-    rank, size = 0, 2
-
-    def allreduce(self, x: Any, /) -> Any:
+    def allreduce_on_device(self, x: Any, /) -> Any:
         x *= 2
         return x
-
-    def split(self, color: int, key: int = 0) -> "Twice":
-        return self
 
 
 class Operations(TorchDispatchMode):

@@ -30,6 +30,7 @@ from multibn.torch_backend import (
     SyncBatchNorm,
     sync_batch_norm,
 )
+from tests.helpers.ranks import EqualRanks
 
 NEEDS = "torch"
 
@@ -337,23 +338,13 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class _Twice:
-    """Two ranks with the same batch, in one thread: forward mode has one level for all threads."""
-
-    rank, size = 0, 2
-
-    def allreduce(self, x: Any, /) -> Any:
-        return x + x
-
-    def split(self, color: int, key: int = 0) -> Any:
-        return self
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_several_ranks_refuse_transforms(case: str) -> None:
     """And the layer works on."""
-    layer = SyncBatchNorm(C, dtype=torch.float64, process_group=_Twice())
-    with pytest.raises(NotImplementedError, match="layer of one process: got 2 ranks that"):
+    layer = SyncBatchNorm(C, dtype=torch.float64, process_group=EqualRanks())
+    with pytest.raises(
+        NotImplementedError, match="supported only in one process: got 2 ranks that"
+    ):
         REFUSED[case](layer)
     layer(X.clone().requires_grad_()).sum().backward()
 
