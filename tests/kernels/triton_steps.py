@@ -40,7 +40,7 @@ def test_a_batch_that_is_not_finite(
     No program of a wide layer reads the whole message: of 2**20 channels that would be 69 GB.
     """
     monkeypatch.setattr(cuda, "_SHARE", share)
-    monkeypatch.setitem(cuda._GAPS, "SHARE", share)
+    monkeypatch.setitem(cuda._NONFINITE_FLAGS, "SHARE", share)
     summed = steps.pack(wide(3000), wide(3000) ** 2 + 9, 2.0, 2.0)
     summed[place] = bad
     mean, var, count, element_weight = unpack(summed, 3000)
