@@ -27,7 +27,7 @@ from multibn.kernels.spec import unpack
 
 
 def plan_key(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] | None:
-    """Return all that a plan for a call of `link` depends on but options; None for no plan."""
+    """Return the key of the plan for a call of `link`, without options; None if not cacheable."""
     array, added = getattr(x, "array", x), getattr(residual, "array", residual)
     are_arrays = type(array) is np.ndarray and (residual is None or type(added) is np.ndarray)
     if not are_arrays or chainer.config.schedule_func is not None:
@@ -82,9 +82,9 @@ def check_input(
 ) -> tuple[tuple[int, ...], Array | None]:
     """Return the axes to reduce, and the engine's mask.
 
-    Raise unless `x` is floating-point, its other axes are `channels`, and the options and
-    parameters of `link`, mask and residual fit. Collective only if it raises: then the other ranks
-    raise, too.
+    Raise unless `x` is floating-point with other axes of shape `channels`, and the mask, the
+    residual and the options and parameters of `link` fit. Collective only if it raises: then all
+    ranks raise.
     """
     array, like, types = chainer.as_array(x), None, chainer.get_array_types()
     try:
@@ -157,16 +157,16 @@ def _check_parameters(link: Any, channels: tuple[int, ...]) -> None:
 _constant = partial(Variable, requires_grad=False)
 
 
-# Next numbers of calls, with room for more nodes between two calls than a graph has.
+# Numbers of calls, 2**32 apart: Chainer numbers the nodes after a call by adding 1 to these.
 _numbers = count(1 << 32, 1 << 32)
 
 
 class _CollectiveNode(FunctionNode):
     """A node whose backward pass is collective: all ranks run it in the reverse order of calls.
 
-    Chainer runs the node with the largest `rank` next, by default its depth in the graph. Depths
-    depend on the shapes of a rank: F.sum and F.broadcast_to make no node if a shape stays as it is.
-    The number of a call, like the sequence number of a node in torch, does not.
+    Chainer next runs the node with the largest `rank` (not a process's), by default its depth.
+    Depths may differ between processes: F.sum and F.broadcast_to add no node if the shape is
+    unchanged. The number of a call, like a sequence number of torch's, is the same on all.
     """
 
     _number = 0
@@ -241,9 +241,9 @@ class BatchNormalization(_CollectiveNode):
     def _differentiable_gradients(self, args: NormArgs, dy: Variable) -> list[Variable]:
         """Gradients of x and the parameters, by functions that Chainer can differentiate.
 
-        For second derivatives: the analytic pass needs less time and memory. The ranks share sums;
-        the derivative of such a sum is one more sum over the ranks. `dy` is the gradient of the
-        residual: 0 where the mask is False, or a ReLU gave 0.
+        Only for second derivatives: the analytic pass takes less time and memory. The derivative of
+        a sum over the ranks is one more such sum. `dy` is the residual's gradient: 0 where the mask
+        is False or the output of the ReLU is 0.
         """
         x, gamma, beta, eps, axis = args.x, args.weight, args.bias, args.eps, args.axis
         size = self.communicator.size
@@ -258,7 +258,7 @@ class BatchNormalization(_CollectiveNode):
 
         batch = unpack(self.batch)
         e = float(batch.element_weight)
-        # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
+        # Subtract the mean as a constant: otherwise the variance would suffer from cancellation.
         d = masked(F.cast(x, np.float64) - per_channel(batch.mean), args.mask)
         mean, meansqr = sums(F.sum(e * d, axis), F.sum(e * d * d, axis))
         scales = [invstd := (meansqr - mean * mean + eps) ** -0.5]
@@ -286,8 +286,8 @@ def masked(v: Variable, mask: Array | None, /) -> Variable:
 class _AllReduce(_CollectiveNode):
     """y = sum over ranks of x. The backward pass is the same operation.
 
-    The message has as many numbers as the layer's forward message, and names layer and phase: ranks
-    in different places see that they are.
+    The message is as long as the layer's forward message and carries its layer and phase, so that
+    ranks in different places detect it.
     """
 
     def __init__(self, phase: str, *message: Any) -> None:

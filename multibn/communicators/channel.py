@@ -1,10 +1,10 @@
-"""The channel of a group of ranks: its messages in host memory, the same for every transport.
+"""Collectives in host memory for one group of ranks, the same for every transport.
 
-All messages of a group begin with a part in one memory, the transport's block, which every rank
-sends: the head, by which all ranks see at once whether they are in the same place, and as many
-numbers as the block has room for. Only where the heads agree does the rest of a long message
-follow. A transport moves bytes; all else stands here once. `watchdog` has the deadlines and
-notices, `exit` the end of the program.
+Every message starts with the transport's block, a buffer that all messages share. It holds a head,
+from whose sum every rank sees whether all are in the same place (the same layer, phase and call),
+and as many numbers as fit. The rest of a long message is sent only if the heads agree. A transport
+only moves bytes; `watchdog` has deadlines and status notices, `exit` what happens when the program
+ends.
 """
 
 import os
@@ -36,7 +36,7 @@ from multibn.communicators.exit import watch, watched_channels
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.watchdog import StatusBoard, Watchdog
 
-# Begins to sum an array over the ranks, in place; None if that is done already.
+# Starts summing an array over the ranks, in place; returns None if that is already done.
 Begin: TypeAlias = Callable[[], Poll | None]
 
 
@@ -68,22 +68,22 @@ class Transport(ABC):
         """Return a function that begins to sum `a` in place; all ranks pass one dtype and shape."""
 
     def close(self, *, failed: bool, at_exit: bool = False) -> None:  # noqa: B027
-        """Release threads and connections: the group or the program ends, or this is a fork.
+        """Release threads and connections, when the group or the program ends, or after a fork.
 
-        After a failure, and in a fork, a message may still be pending, and nothing is sent.
+        If `failed`, which is also True in a fork, a message may be pending: send nothing.
         """
 
     def end_process(self, *, failed: bool) -> None:  # noqa: B027
-        """The program ends, and all groups were closed.
+        """Called at exit, after all groups were closed.
 
-        After an error: end the other ranks where they would wait for ever.
+        If `failed`, end the other ranks if they would otherwise wait forever.
         """
 
 
 # Memory for a head and for payloads of one length, and a function that begins to sum the two.
 Buffer: TypeAlias = tuple[memoryview, HostArray, Begin]
-# By a token of the group, a layer's own name and its channels: the name on all ranks, and the
-# number by the first message.
+# Maps (token of the group, this rank's name of a layer, channels) to (the name on all ranks, the
+# layer's number in order of first messages).
 Compared: TypeAlias = dict[tuple[str, str, int], tuple[str, int]]
 
 
@@ -96,11 +96,11 @@ class Channel:
         self.watchdog = Watchdog(self.rank, self.size)
         self.carrier = ""  # of the messages, "shared memory" for example; none before the first
         self._buffers: dict[int, Buffer] = {}  # by the length of payloads
-        # Equal on all ranks:
-        self.compared: Compared = {}  # of functions, see `LayerCommunicator.compared`
+        # The same on all ranks:
+        self.compared: Compared = {}  # of functions; layers have their own in LayerCommunicator
         self.num_first_messages = 0
-        self.longest = 0  # of the messages that the ranks have agreed on
-        self.deferred_checks = DeferredChecks()  # messages that GPUs have summed
+        self.longest = 0  # the longest message that the ranks have agreed on
+        self.deferred_checks = DeferredChecks()  # of messages that GPUs have summed
         watch(self)
 
     def allreduce(self, a: HostArray, place: str = "") -> HostArray:
@@ -113,11 +113,11 @@ class Channel:
     def allreduce_checked(
         self, a: HostArray, kind: str, facts: str = "", text: str = ""
     ) -> HostArray | None:
-        """Return the sum of `a` over the ranks, a new array; None if the ranks' `facts` differ.
+        """Return a new array, the sum of `a` over the ranks, or None if the ranks' `facts` differ.
 
-        Collective. All ranks that pass one `kind` have the same dtype and shape. Raises
-        RuntimeError on all ranks if some pass another kind, or reject their input. `text` says
-        where this rank is, for error messages.
+        Collective. `kind` must determine the dtype and shape of `a`. Raises RuntimeError on all
+        ranks if their kinds differ, or if one rejects its input. `text` says where this rank is, in
+        error messages.
         """
         total, text = a.copy(), text or kind
         if self.size == 1:
@@ -129,34 +129,35 @@ class Channel:
         head = self.transport.block[: wire.HEAD].tolist()
         if wire.all_equal(head, self.size):
             return total
-        raise_for_kinds(self, kind, text, head)
+        check_kinds(self, kind, text, head)
         return None
 
     def send_refusal(self) -> None:
-        """Join the other ranks' pending message, whatever it is, with a rejection: all raise."""
+        """Take part in the other ranks' pending message with a rejection: they all raise."""
         text = "a refusal"
         self._open(text)
         self.transport.block[: wire.HEAD] = wire.head(wire.rank_bit(self.rank))
         self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)
 
     def buffer(self, n: int, text: object) -> Buffer:
-        """Memory for payloads of `n` numbers; `watchdog.wait(begin, ...)` sums them.
+        """Return the memory of a head and of `n` numbers, and what starts summing both.
 
-        All messages of the group share the memory. Collective at the group's first message.
+        Every message of the group uses this memory. Collective at the group's first message.
         """
         if n not in self._buffers:
             self._open(text)
             block = self.transport.block
             head, payload = block[: wire.HEAD].data, block[wire.HEAD :][:n]
-            begin = self.transport.prepare_block(wire.HEAD + n)
             if payload.size < n:
                 payload = np.zeros(n)
                 begin = self._prepare(payload)
+            else:
+                begin = self.transport.prepare_block(wire.HEAD + n)
             self._buffers[n] = head, payload, begin
         return self._buffers[n]
 
     def abandon_after_fork(self) -> None:
-        """This process is a fork of the one that is a rank of the group."""
+        """Make every later call raise: this process is a fork of a rank."""
         self.skip_at_exit()
         self.transport.close(failed=True)
         self.watchdog.failure = (
@@ -170,12 +171,12 @@ class Channel:
         watched_channels.discard(self)
 
     def close(self) -> None:
-        """The user has destroyed the group: free memory and connections."""
+        """Free memory and connections, after the user has destroyed the group."""
         self.skip_at_exit()
         failed = self.watchdog.failure is not None
         self.watchdog.board = None
         self._buffers.clear()
-        if not failed:  # nor in a fork, which has failed
+        if not failed:  # after a failure, or in a fork, that message stays
             self.watchdog.failure = "its process group was destroyed. Give the layer another one."
         self.transport.close(failed=failed)
 
@@ -197,7 +198,7 @@ class Channel:
         self.watchdog.board = self.transport.board
 
     def _prepare(self, a: HostArray) -> Begin:
-        """Return what begins to sum `a`, if all ranks have sent the head in the block."""
+        """Return what starts summing the block, then the rest of `a` if all heads agree."""
         block, flat = self.transport.block, a.reshape(-1)
         first = flat[: block.size - wire.HEAD if a.dtype == np.float64 else 0]
         room, head = block[wire.HEAD :][: first.size], block[: wire.HEAD]
@@ -215,10 +216,10 @@ class Channel:
         return lambda: chain(parts())
 
 
-def raise_for_kinds(communicator: Any, kind: str, text: str, head: list[float]) -> None:
-    """Raise on all ranks if messages, whose heads differ, are not of one kind. Collective.
+def check_kinds(communicator: Any, kind: str, text: str, head: list[float]) -> None:
+    """Raise on all ranks if some refused, or their messages are of different kinds. Collective.
 
-    `head` is the sum of the heads.
+    For messages whose heads differ; `head` is the sum. Returns if only the facts differ.
     """
     if wire.is_refused(head):
         raise_for_refusal(communicator, head[:1], text)
@@ -327,15 +328,15 @@ class _Own(ChannelCommunicator, Transport):
         return cast(HostArray, summed)
 
 
-_EXACT = 1 + 2.0**-40  # a number that float32 has not
-_WIDEST = 2048  # channels of a layer whose message over a user's own class is one sum
+_EXACT = 1 + 2.0**-40  # float32 would lose the second part
+_WIDEST = 2048  # up to so many channels, a message is one call of the user's `allreduce`
 
 
 _own: dict[int, _Own] = {}  # by the ids of users' objects
 
 
 def resolved(communicator: Any, /) -> Any:
-    """The communicator that this one stands for at present; one with a channel if it can be."""
+    """Return the communicator behind forwarding ones; a user's own gets a channel."""
     while isinstance(communicator, Forwarding):
         communicator = communicator._look_up()
     if isinstance(communicator, Handle):
@@ -356,7 +357,7 @@ def _same(communicator: Any) -> Any:
 
 
 def at(communicator: Any, place: str) -> Any:
-    """Return the communicator for the sums of one function, which errors name as the `place`."""
+    """Return `communicator`, whose errors say that its sums belong to the `place`."""
     group = resolved(communicator)
     if not hasattr(group, "allreduce_at"):
         return group
@@ -370,9 +371,9 @@ def channel_of(group: Any, /) -> Any:
 
 
 def flush_checks() -> None:
-    """Check all messages that GPUs have summed: after a run's last ones, no later call does.
+    """Check all messages that GPUs have summed, which otherwise the next calls would check.
 
-    Not collective. Raises as the layers do, on all ranks that took part in a message.
+    Call it after the last batch. Not collective; raises on all ranks that took part in a message.
     """
     for channel in list(watched_channels):
         channel.deferred_checks.flush()

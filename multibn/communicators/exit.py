@@ -1,4 +1,4 @@
-"""The end of a process, and its forks: no rank may be left to wait, or be spoken for by a child."""
+"""What happens at exit and after a fork: no rank waits in vain, and no child acts as a rank."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from multibn.communicators.diagnostics import uncaught
 
-GLOO_REST_SECONDS = 0.2  # on an idle machine a hundredth is enough
+_GLOO_SECONDS = 0.2  # on an idle machine 0.002 is enough
 
 watched_channels: WeakSet[Any] = WeakSet()  # the `Channel`s whose ranks may wait for this process
 _inherited_group: object = None  # in a forked child: the parent's default group of torch
@@ -26,8 +26,8 @@ def watch(channel: Any) -> None:
 
 @cache
 def _leave_at_exit() -> None:
-    # At the first use and not before: handlers run last in, first out, and this one needs the
-    # libraries that move bytes.
+    # At the first use, after the library that moves bytes has registered its own handler: handlers
+    # run last in, first out, so that this one runs while the library still works.
     atexit.register(_leave)
 
 
@@ -44,13 +44,13 @@ def _leave() -> None:
 
 
 @cache
-def rest_at_exit() -> None:
-    """Leave Python's lock to gloo's threads, which may have tensors of the program to release.
+def release_gil_at_exit() -> None:
+    """Release the GIL for a moment at exit: gloo's threads may still have tensors to free.
 
-    While the interpreter ends, Python (before 3.14) unwinds a thread that needs the lock, which C++
-    takes for an error: the process would be aborted after all its work.
+    Before Python 3.14, the ending interpreter unwinds a thread that asks for the GIL. C++ treats
+    this as an error, and aborts the process after its work is done.
     """
-    atexit.register(time.sleep, GLOO_REST_SECONDS)
+    atexit.register(time.sleep, _GLOO_SECONDS)
 
 
 def after_fork(function: Callable[[], object]) -> None:
@@ -72,8 +72,11 @@ def _after_fork() -> None:
 after_fork(_after_fork)
 
 
-def is_fork(default_group: object = None) -> bool:
-    """Whether this process is a fork of a rank of torch's `default_group`; of MPI if None."""
-    if default_group is None:
-        return _inherits_mpi
-    return default_group is _inherited_group
+def is_fork_of_mpi() -> bool:
+    """Whether this process was forked after MPI was initialised."""
+    return _inherits_mpi
+
+
+def is_fork_of_torch(group: object) -> bool:
+    """Whether this process was forked while `group` was torch's default process group."""
+    return group is not None and group is _inherited_group

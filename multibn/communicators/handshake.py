@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from multibn import _version, wire
-from multibn.communicators.channel import channel_of, raise_for_kinds, resolved
+from multibn.communicators.channel import channel_of, check_kinds, resolved
 from multibn.communicators.communicator import gather
 from multibn.communicators.diagnostics import (
     advice_for,
@@ -106,7 +106,7 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
     `head` is the sum of heads, from which a refusal is known; all ranks see the same.
     """
     layer = phase.layer
-    raise_for_kinds(group, "layer", str(phase), head)
+    check_kinds(group, "layer", str(phase), head)
     calls = f"{phase}", *(f"{phase}, {fact}" for fact in phase.facts)
     answers = gather([phase.place, *calls], group)
     places, texts, gradients, *others = zip(*answers, strict=True)

@@ -15,6 +15,7 @@ from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.communicators.channel import at
+from multibn.communicators.diagnostics import describe_ranks
 from multibn.engine import masks
 from multibn.engine.statistics import BatchStatistics, Moments, allreduce_statistics
 from multibn.kernels import NormArgs, Running, steps
@@ -46,10 +47,10 @@ def running_variance(
     local_count
         This rank's elements per channel; read by `"unbiased_local"` only.
     convention
-        `"unbiased_global"` multiplies by N/(N-1) with N counted over all ranks (torch);
-        `"unbiased_local"` by m/max(m-1, 1) with m counted on this rank (ChainerMN), so that ranks
-        with different m get different values, and as `"unbiased_global"` where m is 0; `"biased"`
-        by 1 (detectron2, SlowFast, flax).
+        `"unbiased_global"`: times N/(N-1), with N counted over all ranks (torch).
+        `"unbiased_local"`: times m/max(m-1, 1), with m counted on this rank (ChainerMN), so that
+        ranks may get different values; if m is 0, as `"unbiased_global"`. `"biased"`: unchanged
+        (detectron2, SlowFast, flax).
 
     Raises
     ------
@@ -73,12 +74,12 @@ def running_variance(
 def pool_running(
     mean: Array, var: Array, average: Callable[[Array], Array], /, *, between: Any = 1.0
 ) -> tuple[Array, Array]:
-    """Return mean and variance of all models' data together, float64; `average` is over the models.
+    """Return the mean and variance, float64, of the pooled data; `average` averages over models.
 
-    `between` is the weight of the variance between models: 1 for batch norms, 0 for instance norms.
+    `between` weights the variance of the models' means: 1 for batch norms, 0 for instance norms.
     """
-    of_all = average(mean)
-    return of_all, average(var + between * (mean - of_all) ** 2)
+    pooled = average(mean)
+    return pooled, average(var + between * (mean - pooled) ** 2)
 
 
 def merged(a: Any, b: Any, /) -> Any:
@@ -92,23 +93,23 @@ def merged(a: Any, b: Any, /) -> Any:
 def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str, /) -> Any:
     """Merge `old`, which is equal on all ranks, with each rank's `new`; both as in `merged`.
 
-    Collective: one allreduce of 2C+1 float64 numbers, after one of C+1 if the count of `old` is 0.
-    Raises FloatingPointError on all ranks if one has NaN or infinity, and RuntimeError unless all
-    ranks are in one `place`.
+    Collective: one allreduce of 2C+1 float64 numbers, preceded by one of C+1 if the count of `old`
+    is 0. Raises FloatingPointError on all ranks if a rank has NaN, infinity or values that
+    overflow, and RuntimeError if the ranks are not all in the same `place`.
     """
     mean, var, count = new
     xp, centre = array_namespace(mean), old[0]
 
     def total_of(*arrays: Array) -> Any:
         numbers = wire.concat(arrays)
-        if not xp.all(xp.isfinite(numbers)):
+        if not xp.all(xp.abs(numbers) < wire.LARGEST):
             numbers = xp.full_like(numbers, wire.rank_bit(communicator.rank))
         sums = at(communicator, place).allreduce(numbers)
-        if not abs(sums[-1]) < wire.LARGEST:
-            ranks = wire.ranks_of([float(sums[-1])])
+        if not abs(sums[-1]) < wire.LARGEST_SUM:
+            where = describe_ranks([float(sums[-1])], communicator.size)
             raise FloatingPointError(
-                f"`x` must be finite: got NaN or infinity on rank(s) {ranks} of "
-                f"{communicator.size}. Mask such numbers. What was new on all ranks is dropped."
+                f"`x` must be finite: got NaN, infinity or values that overflow on {where}. Mask "
+                "these elements. What all ranks have seen since the last update is discarded."
             )
         return sums[:-1] / steps.at_least_one(sums[-1]), sums[-1]
 
@@ -126,8 +127,8 @@ class PopulationEstimator:
     Parameters
     ----------
     like
-        Any per-channel array, for its shape and device: a rank without a batch takes part in
-        `compute`, too.
+        Any per-channel array, which gives the shape and device, so that a rank without batches can
+        call `compute`.
 
     Examples
     --------
@@ -157,7 +158,7 @@ class PopulationEstimator:
         self._sums += sums
 
     def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
-        """The share of one batch: an activation, with moments over `axis`, and its mask."""
+        """Return what `add` takes for a batch `x`: its sums over `axis`, where `mask` is True."""
         args = NormArgs(x, None, None, 0.0, axis, mask=mask)
         _, count = masks.weigh(args, "element")
         return kernels.select(x).begin_forward(args, count, count)
@@ -177,15 +178,14 @@ class PopulationEstimator:
 class StepAccumulator:
     """The statistics of the batches of one step, as those of their concatenation.
 
-    Each batch counts by its elements over all ranks. As its statistics are the same on all ranks,
-    the pool needs no message. A batch that is skipped makes the count of all 0. `like` is any
-    per-channel array. Copies and pickles are None: a copied layer takes no part in the original's
-    step.
+    A batch is weighted by its elements over all ranks. Its statistics are equal on all ranks, so
+    that pooling needs no communication. If a batch is skipped, the total count is 0. A copy or a
+    pickle is None: a copied layer takes no part in the original's step. `like` is any per-channel
+    array.
     """
 
-    # The buffers that the step moves at its end, or by how much, where the last call decides.
-    running: Any = None
-    momentum: float | None = None
+    running: Any = None  # Chainer: the averages of the last call, updated after the step
+    momentum: float | None = None  # torch: that of the last call, if it is not the layer's
 
     def __init__(self, like: Array, /) -> None:
         wide = steps.as_wide(like)
@@ -200,8 +200,9 @@ class StepAccumulator:
         """
         xp, count = array_namespace(self._mean), batch.count
         mean, var = (xp.reshape(v, self._mean.shape) for v in batch[:2])
-        # A batch that is empty, or runs again, has a count of 0. One that is skipped has NaN, too,
-        # which stays, so that the step moves nothing: a gradient scaler skips the step as well.
+        # An empty or recomputed batch has count 0, and must change nothing. A skipped batch has
+        # count 0 and a mean of NaN, which stays: `compute` returns count 0, and the step moves
+        # nothing, as a gradient scaler skips it.
         mean = xp.where(count > 0, mean, self._mean + 0 * mean)
         var = xp.where(count > 0, var, 0 * count)
         total = self._count + count

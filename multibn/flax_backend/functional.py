@@ -1,8 +1,8 @@
 """Batch normalization as a function of arrays, which JAX traces and differentiates.
 
 The steps between an activation and a message are those of `multibn.kernels.steps`. The passes over
-an activation are written for XLA, which makes one pass of what stands together: the input less a
-rounded mean is read by the sums and by the output, and no gradient goes through the rounding.
+an activation are written for XLA to fuse: the sums and the output read the same input minus a
+rounded mean, and no gradient flows through the rounding.
 """
 
 import math
@@ -88,9 +88,10 @@ def sync_batch_norm(
 ) -> tuple[Array, BatchStatistics]:
     """Normalize `x` by the statistics of the batch that all devices hold together.
 
-    Under jax.shard_map and jax.pmap, the devices along `axis_name` share: one psum each way, of
-    2C+2 float64 numbers; a float64 input takes one of C+1 more. Under jax.jit over sharded arrays,
-    `axis_name` is None, and the program is that of one process. All transformations of JAX apply.
+    Under jax.shard_map and jax.pmap, the devices along `axis_name` share statistics: one psum in
+    each pass, of 2C+2 float64 numbers, and one more of C+1 for a float64 input. Under jax.jit over
+    sharded arrays, `axis_name` is None, and the program is that of one process. All transformations
+    of JAX apply.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ def sync_batch_norm(
     TypeError, ValueError
         As `BatchNorm`, where JAX traces.
     FloatingPointError
-        If `x` has NaN or infinity, outside of JAX's transformations.
+        If `x`, unless it is float16, has NaN or infinity, outside of JAX's transformations.
 
     Examples
     --------
@@ -135,20 +136,21 @@ def run(
 ) -> Batch:  # fmt: skip
     """Normalize an input by its batch, or by `running` mean and variance if `use_running`.
 
-    Raises for a batch that is not finite where nothing traces.
+    Outside of a trace, raises if no element counts, or if the statistics are not finite (float16
+    excepted).
     """
     mask, lengths = (v if v is None else jnp.asarray(v) for v in (mask, lengths))
     with jax.enable_x64(True):
         batch = _run(x, scale, bias, running, mask, lengths, options, use_running)
     try:
         state = int(batch.state)
-    except jax.errors.ConcretizationTypeError:  # nobody can look
+    except jax.errors.ConcretizationTypeError:  # traced: no value yet
         return batch
     if state == _NO_ELEMENT:
         raise ValueError(
             f"`mask` or `lengths` excludes every element of an input of shape {x.shape}."
         )
-    if state == NOT_FINITE and x.dtype != jnp.float16:
+    if state == NOT_FINITE and x.dtype != jnp.float16:  # there, a gradient scaler skips the step
         raise FloatingPointError(
             "the batch statistics are not finite: the input contains NaN, infinity or values that "
             "overflow. Check the preceding layers."
@@ -173,14 +175,14 @@ def _run(
     n, is_wide = steps.at_least_one(count), dtype == jnp.float64
     x = reference.masked(x.astype(dtype), args.mask)
     centre = lax.stop_gradient(jnp.sum(x, axis=axis) / n).astype(dtype)
-    if is_wide:  # nobody can look whether a variance is lost beside the square of the mean
+    if is_wide:  # a trace cannot check for cancellation: all subtract a common mean
         sent = lax.stop_gradient(wire.concat([centre * weight, jnp.reshape(weight, (1,))]))
         total = shared.allreduce(sent)
         centre = jnp.reshape(total[:-1] / jnp.where(total[-1] == 0, 1.0, total[-1]), centre.shape)
     d = reference.masked(x - reference.per_channel(centre, x, axis), args.mask)
     sum_dtype = jnp.promote_types(options.sum_dtype, dtype).name
     first, second = (_sum(v, axis, sum_dtype) / n for v in (d, d * d))
-    # The mean in the message is about what all devices have taken away.
+    # With `is_wide`, the mean in the message is relative to the common centre.
     own = jnp.zeros_like(first) if is_wide else steps.as_wide(centre)
     mean = own + first
     meansqr = second - first * first + mean * mean
@@ -218,8 +220,9 @@ def _args(x: Array, arrays: Any, mask: Any, lengths: Any, options: Options) -> N
     axis, C = reduced_axes(x.ndim, of_channels), tuple(x.shape[k] for k in of_channels)
     if wrong := [v.shape for v in arrays if v is not None and v.shape != C]:
         raise ValueError(
-            f"`num_features` must be {math.prod(C)}, the channels on axis {options.axis} of an "
-            f"input of shape {x.shape}: got a layer whose arrays have shape {wrong[0]}."
+            f"`num_features` must be {math.prod(C)}, and arrays per channel must have shape {C}, "
+            f"for channels on axis {options.axis} of an input of shape {x.shape}: got an array of "
+            f"shape {wrong[0]}."
         )
     if lengths is not None and len(axis) < 2:
         raise ValueError(f"`lengths` needs an input of shape (N, L, ..., C): got {x.shape}.")

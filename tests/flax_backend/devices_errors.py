@@ -51,7 +51,7 @@ def check_refused_inputs() -> None:
         (r"cannot be passed together", given(mask=mask[..., None], lengths=four), X),
         (r"`lengths` must have shape \(4,\)", given(lengths=jnp.ones(5, int)), X),
         (r"`lengths` needs an input of shape \(N, L", given(lengths=four), X[:, 0]),
-        (r"`num_features` must be 2, the channels on axis -1", norm, X[..., :2]),
+        (r"`num_features` must be 2, and .* for channels on axis -1", norm, X[..., :2]),
         (r"`num_features` must be 2", layer(), X[..., :2]),
         (r"`axis` must be an axis of the input", given(axis=3), X),
         (r"`x` must have elements: got shape", norm, X[:0]),

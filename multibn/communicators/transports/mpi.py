@@ -23,7 +23,7 @@ from multibn.communicators.channel import (
 )
 from multibn.communicators.communicator import Outside, SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
-from multibn.communicators.exit import is_fork
+from multibn.communicators.exit import is_fork_of_mpi
 from multibn.communicators.polling import Poll, poll
 from multibn.communicators.watchdog import Status
 
@@ -284,7 +284,7 @@ def channel_of(comm: "Comm") -> Channel:
     if channel is None:
         channel = Channel(_Transport(comm))
         _channels.add(channel)
-        if is_fork():
+        if is_fork_of_mpi():
             channel.abandon_after_fork()
         comm.Set_attr(_keyval(), channel)
     return cast(Channel, channel)
@@ -304,7 +304,7 @@ def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
     """The user frees a communicator, which is collective; or MPI_Finalize frees the world."""
     from mpi4py import MPI as mpi
 
-    if not is_fork() and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+    if not is_fork_of_mpi() and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         channel.close()
 
 

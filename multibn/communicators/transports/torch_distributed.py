@@ -19,7 +19,7 @@ from multibn.communicators.channel import (
 )
 from multibn.communicators.communicator import Outside, SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
-from multibn.communicators.exit import is_fork, rest_at_exit
+from multibn.communicators.exit import is_fork_of_torch, release_gil_at_exit
 from multibn.communicators.polling import Poll, barrier, chain
 from multibn.communicators.resolve import as_communicator, world
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
@@ -264,11 +264,11 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
     channels = world().channels
     channel: Channel | None = channels.get(group)
     if channel is None:
-        rest_at_exit()
+        release_gil_at_exit()
         channel = channels[group] = Channel(_Transport(group))
         # torch tells nobody that a group was destroyed, but drops it.
         weakref.finalize(group, channel.close).atexit = False
-        if is_fork(dist.group.WORLD):
+        if is_fork_of_torch(dist.group.WORLD):
             channel.abandon_after_fork()
     return channel
 

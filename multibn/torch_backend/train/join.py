@@ -69,11 +69,12 @@ class Joined:
             while others had batches, or if the loop goes on after another one has begun.
         """
         self.close()
-        stand_in: list[Any] = []  # empty until the first batch
+        placeholder: list[Any] = []  # empty until the first batch
 
-        def note(batch: Any) -> int:  # called by Lockstep, which tells the other ranks of an error
-            if not stand_in:
-                stand_in.append((self._empty_batch or _make_empty_batch)(batch))
+        # Lockstep calls this, and tells the other ranks of an error.
+        def keep_placeholder(batch: Any) -> int:
+            if not placeholder:
+                placeholder.append((self._empty_batch or _make_empty_batch)(batch))
             return 0
 
         steps = self._steps = Lockstep(
@@ -81,13 +82,13 @@ class Joined:
             self.communicator,
             source="the iterator of the batches",
             place="join()",
-            amount=note,
+            amount=keep_placeholder,
             everywhere=True,
         )
         try:
             for step in steps:
                 self.exhausted = step.batch is END
-                yield _copied(stand_in[0]) if self.exhausted else step.batch
+                yield _copied(placeholder[0]) if self.exhausted else step.batch
                 if self._steps is not steps:
                     raise RuntimeError(
                         "this join() loop was resumed after another one had started or its `with` "
@@ -105,10 +106,10 @@ class Joined:
             self._steps = None
 
     def mean(self, losses: Tensor) -> Tensor:
-        """This rank's part of the mean of all ranks' losses, of shape `()`; 0 for a stand-in.
+        """This rank's part of the mean of all ranks' losses, of shape `()`; 0 for a placeholder.
 
-        The average of this part over the ranks, and of its gradient as DistributedDataParallel and
-        `average_gradients` compute it, is exactly the mean over all elements of all ranks, and its
+        Averaged over the ranks, it is exactly the mean over all elements of all ranks. Its
+        gradient, averaged by DistributedDataParallel or `average_gradients`, is that mean's
         gradient. Collective: every rank must call this method in each step; one allreduce of one
         number.
 
@@ -127,8 +128,8 @@ class Joined:
 
         Notes
         -----
-        A placeholder from `empty` that is not actually empty is excluded only until the next batch
-        is fetched, so do not prefetch.
+        If `empty` returns a batch that is not empty, its losses are ignored only until the loop
+        fetches its next batch: do not prefetch.
         """
         if not isinstance(losses, Tensor):
             raise TypeError(
@@ -140,13 +141,12 @@ class Joined:
                 "`losses` must have a number for each sample: got shape (), which is reduced "
                 'already. Pass reduction="none" to the loss function.'
             )
-        is_stand_in = (
-            self.exhausted and self._empty_batch is not None
-        )  # the default has no elements
-        count = 0 if is_stand_in else losses.numel()
+        # The default placeholder has no elements.
+        is_placeholder = self.exhausted and self._empty_batch is not None
+        count = 0 if is_placeholder else losses.numel()
         counts = np.array([count], dtype=np.float64)
         total = at(self.communicator, "the mean of join's losses").allreduce(counts)
-        factor = 0.0 if is_stand_in else self.communicator.size / max(float(total[0]), 1.0)
+        factor = 0.0 if is_placeholder else self.communicator.size / max(float(total[0]), 1.0)
         wide = torch.promote_types(losses.dtype, torch.float32)  # the sum of 16 bits may overflow
         return (losses.to(wide).sum() * factor).to(losses.dtype)
 
@@ -180,9 +180,9 @@ def join(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        For `process_group` as `check_sync`, in the loop as `Joined`. At the end of
-        the context RuntimeError on all ranks, if some left the loop while others had batches. All
-        ranks may leave the loop in the same step.
+        As `check_sync` for `process_group`, and as `Joined` in the loop. RuntimeError on all ranks
+        at the end of the context, if some left the loop while others had batches; all ranks may
+        leave it in the same step.
 
     Notes
     -----
@@ -220,16 +220,16 @@ def _make_empty_batch(batch: Any) -> Any:
             return part.requires_grad_(leaf.requires_grad)
         if isinstance(leaf, (str, bytes, Number, type(None))):
             return leaf
-        raise _not_emptied("only tensors, numbers and strings", leaf)
+        raise _not_emptied("contain only tensors, numbers, strings and None", leaf)
 
     if not any(t.ndim for t in tensors_in(batch)):
-        raise _not_emptied("a tensor whose first dimension is the batch", batch)
+        raise _not_emptied("contain a tensor whose first dimension is the batch", batch)
     return _map_leaves(empty, batch)
 
 
 def _not_emptied(wanted: str, got: Any) -> TypeError:
     return TypeError(
-        f"a batch must contain {wanted}: got {type(got).__qualname__}. Pass `empty`, a function "
+        f"a batch must {wanted}: got {type(got).__qualname__}. Pass `empty`, a function "
         "that returns an empty batch like its argument."
     )
 
@@ -247,8 +247,8 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return [batch] if isinstance(batch, Tensor) else []
 
 
-def _copied(stand_in: Any) -> Any:
-    """A stand-in that the body of a loop may change."""
+def _copied(placeholder: Any) -> Any:
+    """A placeholder that the body of a loop may change."""
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -256,8 +256,8 @@ def _copied(stand_in: Any) -> Any:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
     with suppress(TypeError):  # of a class that cannot be made anew
-        return _map_leaves(copied, stand_in)
-    return stand_in
+        return _map_leaves(copied, placeholder)
+    return placeholder
 
 
 def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -275,6 +275,6 @@ def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
             return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
         except TypeError as error:  # of a constructor of its own
             raise _not_emptied(
-                "list and tuple types that can be constructed from an iterable", batch
+                "use list and tuple types that can be constructed from an iterable", batch
             ) from error
     return function(batch)

@@ -109,7 +109,7 @@ def test_an_empty_batch_has_the_structure_of_a_batch() -> None:
     "other", [np.ones(2), SimpleNamespace(x=torch.ones(2)), pack_sequence([torch.ones(2)])]
 )
 def test_an_object_that_may_hold_samples_is_refused(other: Any) -> None:
-    message = rf"only tensors, numbers and strings: got {type(other).__name__}\. Pass `empty`"
+    message = rf"only tensors, numbers, strings and None: got {type(other).__name__}\. Pass `empty`"
     with join(nn.Flatten(), SingleProcess()) as joined, pytest.raises(TypeError, match=message):
         next(iter(joined([(torch.ones(2), other)])))
 
