@@ -7,6 +7,7 @@ module that torch loads when it needs the module.
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,21 @@ def active_ddp() -> Any:
         return DistributedDataParallel._active_ddp_module
     except AttributeError:
         return None
+
+
+def call_context() -> object:
+    """Return what a plan depends on beside a layer and its input: the default group, and DDP.
+
+    Inside of DDP's `join` the result equals no other one, so that each call is validated.
+    """
+    try:  # not by `active_ddp`: each call of a layer comes here
+        ddp = DistributedDataParallel._active_ddp_module
+    except AttributeError:
+        ddp = None
+    world = None if WORLD is None else WORLD.default_pg  # may be made anew
+    if ddp is None:  # weak: a plan keeps neither alive, and another one in their place is not equal
+        return None if world is None else ref(world)
+    return object() if ddp._join_config.enable else (ref(ddp), world and ref(world))
 
 
 def captures_cuda_graphs() -> bool:

@@ -131,7 +131,7 @@ def test_sources_that_hide_an_installation_are_told_apart(tmp_path: Path) -> Non
         cwd=sources, env=environment() | {"PYTHONPATH": str(installed)},
     )  # fmt: skip
     hidden = f"source tree {sources / 'multibn'} shadows the package in {installed / 'multibn'}: "
-    for part in ("reference (slow): the C core is missing", "no shared memory, the part in C is"):
+    for part in ("reference (slow): the C core is missing", "no shared memory, the C extension is"):
         assert hidden in next(line for line in ran.stdout.splitlines() if part in line)
 
 

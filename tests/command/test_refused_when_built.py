@@ -87,7 +87,7 @@ _RULES = {
     "drop_path": Wrong(((0.1, 1.0), (0.1, -0.5), (0.1, nan), (0.1, "0.1"), (0.1, True), (0.1,))),
     "buffer_layers": Wrong(((-1,), ("1",), (0.5,), (True,))),
     # No numbers, no choices: models, arrays, functions, names, and what torch or Chainer refuses.
-    "model module link target parameters blocks config unnamed group comm_type": ANYTHING,
+    "model module link target parameters blocks config others group comm_type": ANYTHING,
     "x weight bias mask lengths arrays state states data_loader iterator": ANYTHING,
     "device dtype stream_dtype initial_gamma initial_beta": ANYTHING,
     "args torch_options forward_fn empty converter eval_func ignore names prefix src dst": ANYTHING,

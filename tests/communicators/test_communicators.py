@@ -45,7 +45,7 @@ def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) 
             warnings.simplefilter("error")
             assert default.size == 1
     monkeypatch.setenv("PMI_SIZE", "2")
-    with pytest.warns(UserWarning, match=r"the launcher started 2 \(PMI_SIZE=2\).*SingleProcess"):
+    with pytest.warns(UserWarning, match=r"started 2 processes \(PMI_SIZE=2\).*SingleProcess"):
         assert default.size == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,7 +86,7 @@ def test_a_world_of_one_under_a_launcher_of_several_warns(library: str, variable
         "torch": r"pass init_process_group\(\) the",
         "mpi4py": "start the program by the mpiexec",
     }
-    told = rf"batch .* started 2 \({variable}=2\): {name} has 1 process\. To share them, "
+    told = rf"batch .* started 2 processes \({variable}=2\): {name} has 1 process\. To share them, "
     told += rf"{fix[library]} .*; to keep them local, pass multibn\.SingleProcess\(\)\.\n"
     assert re.fullmatch(told if variable else r"\n", said), said
 

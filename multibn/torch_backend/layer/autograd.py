@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ from multibn.kernels.spec import options_of, unpack
 from multibn.torch_backend._torch_private import (
     MAKE_FX,
     TANGENT_LEVEL,
-    WORLD,
-    active_ddp,
+    call_context,
     get_dispatch_mode,
     get_tracing_state,
     is_any_autocast_enabled,
@@ -43,18 +41,6 @@ from multibn.torch_backend._torch_private import (
 from multibn.torch_backend.layer import dtensors
 
 _NOTHING = nullcontext()
-
-
-def call_context() -> object:
-    """Return what a plan depends on beside a layer and its input: the default group, and DDP.
-
-    Inside of DDP's `join` the result equals no other one, so that each call is validated.
-    """
-    ddp = active_ddp()
-    world = None if WORLD is None else WORLD.default_pg  # may be made anew
-    if ddp is None:  # weak: a plan keeps neither alive, and another one in their place is not equal
-        return None if world is None else ref(world)
-    return object() if ddp._join_config.enable else (ref(ddp), world and ref(world))
 
 
 def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:

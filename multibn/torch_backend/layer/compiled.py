@@ -42,7 +42,7 @@ from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.kernels import Running, reference, select, steps
 from multibn.kernels.layout import channels
 from multibn.kernels.spec import PackedStatistics, unpack
-from multibn.torch_backend._torch_private import FakeTensor, captures_cuda_graphs
+from multibn.torch_backend._torch_private import FakeTensor, call_context, captures_cuda_graphs
 from multibn.torch_backend.layer import autograd, validation
 
 # Weak: a communicator ends with its layer.
@@ -132,7 +132,7 @@ class _Step:
     def plan(self, args: NormArgs, *, backward: bool = False) -> Plan:
         """Return the plan of the layer for `args`, which the forward pass checks first."""
         plan: Plan | None = self._plan()
-        context = self._context if backward else autograd.call_context()
+        context = self._context if backward else call_context()
         if plan is not None and context == self._context:
             return plan
         x, communicator, self._context = args.x, _layers[self.layer], context

@@ -297,7 +297,7 @@ def check_a_named_group_decides(world: Communicator) -> None:
     mine = _whole(0).chunk(2)[mesh.get_coordinate()[0]]  # the samples of this rank's row
     x = _place(mine, spatial, [Shard(3)])
     expected = _expected(_layer(), 1)[0]
-    for group in (world, dist.group.WORLD, [0, 1, 2, 3]):
+    for group in (world, dist.group.WORLD):
         y = _layer(process_group=group)(x)
         full = DTensor.from_local(
             _full(y), dp, [Shard(0)], shape=torch.Size(SHAPE), stride=_whole(0).stride()
