@@ -12,6 +12,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,12 +42,18 @@ class _EqualChannel(Channel):
     """The channel of two equal ranks: their layers compare equal."""
 
     def __init__(self) -> None:
-        transport: Any = SimpleNamespace(rank=0, size=2)
+        transport: Any = SimpleNamespace(rank=0, size=2, block=np.zeros(518))
+        transport.prepare_block = lambda n: lambda: self._sum(transport.block)
+        transport.prepare = lambda a: lambda: self._sum(a)
         transport.close = transport.end_process = lambda **_: None
         super().__init__(transport)
+        self.carrier = "equal ranks"
 
     def allreduce_checked(self, a: HostArray, *facts: str) -> HostArray:
         return 2 * a
+
+    def _sum(self, a: HostArray) -> None:
+        a *= 2
 
 
 class Equal(ChannelCommunicator):
