@@ -40,9 +40,10 @@ def common_group(groups: Mapping[str, Communicator], /, *, parameter: str) -> Co
             group = group.parent
         layers.setdefault(identity(group), (name, group))
     default = as_communicator()
-    takes_default = layers.pop(identity(default), None) is not None
-    if default_group() is not None and (takes_default or not layers):
-        return default
+    # Perhaps another process group of the same ranks, where the others may wait in a layer.
+    _, of_all = layers.pop(identity(default), ("", None))
+    if default_group() is not None and (of_all is not None or not layers):
+        return of_all or default
     if len(layers) > 1:
         found = "; ".join(f"{group!r} in {name or 'the layer'}" for name, group in layers.values())
         raise ValueError(

@@ -234,3 +234,17 @@ def check_an_option_of_one_call_is_an_error_on_all(world: Communicator) -> None:
             message = rf"\[1\] with {name}={value}. Build the same model"
             with pytest.raises(ValueError, match=message):
                 torch_backend.sync_batch_norm(x, process_group=world, **options)
+
+
+def check_functions_use_the_very_group_of_the_layers(world: Communicator) -> None:
+    """Another process group of the same ranks, so that a rank in `check_sync` meets the others."""
+    comm: Any = world
+    group = (
+        torch.distributed.new_group() if torch.distributed.is_initialized() else comm.mpi_comm.Dup()
+    )
+    model = torch_backend.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), group)
+    model(torch.arange(4.0).reshape(2, 2))
+    call: Any = torch_backend.check_sync if world.rank else lambda net: net(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match=r"different places: .*\(forward, .*check_sync"):
+        call(model)
+    torch_backend.check_sync(model)
