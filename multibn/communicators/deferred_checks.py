@@ -26,7 +26,7 @@ class DeferredChecks:
 
     def __init__(self) -> None:
         self._pending: dict[Any, list[_Message]] = {}  # the latest ones, by their kinds
-        # Those before them, whose copies have begun: each message's own, or one of the heads and
+        # Earlier messages, whose copies have begun: each message's own, or one of the heads and
         # the largest number of all, with their array on the GPU and a function that waits.
         self._arriving: list[tuple[list[_Message], Any, Callable[[], HostArray] | None]] = []
         self._pinned: dict[Any, list[Any]] = {}

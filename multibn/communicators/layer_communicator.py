@@ -19,13 +19,12 @@ from multibn._typing import Array
 from multibn.communicators import nonfinite
 from multibn.communicators.channel import (
     Begin,
-    ChannelCommunicator,
     Compared,
     HostArray,
     channel_of,
     resolved,
 )
-from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess
+from multibn.communicators.communicator import Communicator, Forwarding
 from multibn.communicators.deferred_checks import (
     IN_GRAPH_MEMORY,
     is_captured,
@@ -237,14 +236,10 @@ class LayerPhase(Forwarding):
         self._dtypes: dict[Any, Any] = {}
         self._group = group
         self._channel = channel_of(group)
-        # A message's memory is nobody else's.
-        is_ours = isinstance(group, ChannelCommunicator)
-        self._reduce = group.allreduce_in_place if is_ours else group.allreduce
+        # A message's memory is nobody else's. One process sums nothing.
+        self._reduce = getattr(group, "allreduce_in_place", group.allreduce)
         head = self._handshake(like) if group.size != 1 else []
         self._size, self.mark = int(group.size), wire.rank_bit(group.rank)
-        # A user's own class may do anything, and is called.
-        is_ours = self._channel is not None or type(group) is SingleProcess
-        self._is_alone = self._size == 1 and is_ours
         self._sent_head = np.array(head).data
         # What all ranks together send, if each sends the same.
         self._expected = [self._size * v for v in head]
@@ -304,7 +299,7 @@ class LayerPhase(Forwarding):
     def _allreduce_other(self, x: Array, copied: bool) -> Array:
         """Sum a payload that does not stand in the channel's memory."""
         if self._size == 1:
-            return x if self._is_alone else self._group.allreduce(x)
+            return x
         if self._group.reduces_on_device(x):
             empty = np.zeros(self._length())
             empty[: wire.HEAD] = self._sent_head
@@ -331,7 +326,7 @@ class LayerPhase(Forwarding):
         return self._call(self._calls[0])
 
     def _call(self, number: int) -> str:
-        """A call of the layer, for people."""
+        """A call of the layer, for messages."""
         return f"{display_name(self.layer.name)} ({self.name}, {self.kind}, call {number})"
 
     def _handshake(self, like: Any) -> list[float]:

@@ -22,7 +22,7 @@ def layer_of(communicator: Any) -> Any:
 
 
 def name_of(communicator: Any, /) -> str:
-    """The name of the layer that uses the communicator, for people."""
+    """The name of the layer that uses the communicator, for messages."""
     layer = layer_of(communicator)
     return "a layer" if layer is None else display_name(layer.name)
 

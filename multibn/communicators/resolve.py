@@ -108,7 +108,7 @@ class World:
         self.channels: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()  # by process groups
         # Groups made here, by their sorted ranks: torch gives a group no other order.
         self.made: MutableMapping[tuple[int, ...], Any] = weakref.WeakValueDictionary()
-        # Those among them that all ranks of the default group have made together.
+        # The keys of groups that all ranks of the default group have made together.
         self.split: set[tuple[int, ...]] = set()
 
 

@@ -21,9 +21,7 @@ from multibn.communicators.polling import Poll
 SECONDS_UNTIL_STATUS = 0.5  # of waiting, before a rank publishes its status
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
 SECONDS_UNTIL_LOG = 20.0  # of waiting, before a line on stderr
-_FIND_LOST_SECONDS = (
-    0.5  # seconds to find out which rank was lost; another rank may have seen its end
-)
+_FIND_LOST_SECONDS = 0.5  # to find out which rank was lost; another one may have seen its end
 _MAX_RANKS_LISTED = 8  # ranks in an error
 _LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
 
@@ -40,7 +38,7 @@ class Status(NamedTuple):
 
     state: str  # "waits", "looks" for a lost rank, "failed" or "left"
     completed: int  # how many collectives the rank has completed
-    text: str  # where the rank waits, for people, or what went wrong
+    text: str  # where the rank waits, or what went wrong
 
 
 class StatusBoard(Protocol):
@@ -96,11 +94,11 @@ class Watchdog:
     def wait(self, begin: Callable[[], Poll | None], text: object) -> None:
         """Begin a collective, and return when it is done.
 
-        `str(text)`, which says to people where this rank is, is computed only where somebody is to
-        read it. Raises TimeoutError at the deadline, ConnectionError if a rank was lost or has
-        left, and RuntimeError if another rank has failed, or after an earlier failure.
-        An exception of another kind, KeyboardInterrupt for example, is a failure too: the message
-        stays under way, and later ones would meet it.
+        `str(text)` says where this rank is; it is computed only if a message needs it. Raises
+        TimeoutError at the deadline, ConnectionError if a rank was lost or has left, and
+        RuntimeError if another rank has failed, or after an earlier failure. An exception of
+        another kind, KeyboardInterrupt for example, is a failure too: the message stays under way,
+        and later ones would meet it.
         """
         if self.failure is not None:
             raise RuntimeError(

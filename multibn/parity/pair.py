@@ -116,8 +116,8 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
             f"{path} has raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
         ) from error
     each = found if isinstance(found, tuple | list) else (found,)
-    pair = [model for model in map(model_of, each) if model is not None]
-    order = [KINDS.index(type(model)) for model in pair]
+    given = [model for model in map(model_of, each) if model is not None]
+    order = [KINDS.index(type(model)) for model in given]
     if (
         len(each) != 3
         or len({*order}) < 2
@@ -129,7 +129,7 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
             "in this order, and a NumPy array: got "
             f"{', '.join(type(v).__qualname__ for v in each)}."
         )
-    (first, second), x = pair, each[2]
+    (first, second), x = given, each[2]
     if isinstance(second, ChainerModel) and type(second.link).__name__ == "Classifier":
         raise ValueError(
             f"{path} must return a model without a loss: got an L.Classifier. Return its predictor."

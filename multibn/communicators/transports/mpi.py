@@ -232,7 +232,7 @@ class _Transport(Transport):
         return self._notices
 
     def finish(self) -> None:
-        """What was sent needs nothing more."""
+        """Do nothing: MPI delivers what was sent."""
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]

@@ -91,20 +91,17 @@ class SyncNormBase(nn.Module):
     weighting: Weighting = "element"
     running_var_convention: RunningVar = "unbiased_global"
     compared: Compared  # the first messages of the layer and of its copies
-    layer_communicator: (
-        LayerCommunicator  # the layer's communicator, with the layer's name in its model
-    )
-    step_accumulator: StepAccumulator | None = (
-        None  # of the step of `step_statistics` that is under way
-    )
+    # The layer's communicator, with the layer's name in its model.
+    layer_communicator: LayerCommunicator
+    # That of the step of `step_statistics` that is under way.
+    step_accumulator: StepAccumulator | None = None
     nonfinite: Nonfinite = None
 
     def configure(self, process_group: CommunicatorLike, **options: Any) -> None:
         """Set the ranks and options of `Options`, see `SyncBatchNorm`. Not collective."""
         self.compared = {}
-        self.step_accumulator = (
-            None  # an attribute that came and went would make compiled code recompile
-        )
+        # An attribute that came and went would make compiled code recompile.
+        self.step_accumulator = None
         self.process_group = process_group
         for name, value in options.items():
             setattr(self, self.Options.attributes.get(name, name), value)

@@ -18,7 +18,7 @@ _NORMS = (_NormBase, SyncNormBase)
 
 
 def dtype_or_type_name(x: Any) -> Any:
-    """The dtype of a tensor, or the type of anything else, for people."""
+    """The dtype of a tensor, or the type of anything else, for messages."""
     return x.dtype if isinstance(x, Tensor) else type(x).__qualname__
 
 
