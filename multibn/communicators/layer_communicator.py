@@ -24,7 +24,7 @@ from multibn.communicators.channel import (
     channel_of,
     resolved,
 )
-from multibn.communicators.communicator import Communicator, Forwarding
+from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess
 from multibn.communicators.deferred_checks import (
     IN_GRAPH_MEMORY,
     is_captured,
@@ -236,7 +236,7 @@ class LayerPhase(Forwarding):
         self._dtypes: dict[Any, Any] = {}
         self._group = group
         self._channel = channel_of(group)
-        # A message's memory is nobody else's. One process sums nothing.
+        # A message's memory is nobody else's.
         self._reduce = getattr(group, "allreduce_in_place", group.allreduce)
         head = self._handshake(like) if group.size != 1 else []
         self._size, self.mark = int(group.size), wire.rank_bit(group.rank)
@@ -299,7 +299,8 @@ class LayerPhase(Forwarding):
     def _allreduce_other(self, x: Array, copied: bool) -> Array:
         """Sum a payload that does not stand in the channel's memory."""
         if self._size == 1:
-            return x
+            is_ours = self._channel is not None or type(self._group) is SingleProcess
+            return x if is_ours else self._group.allreduce(x)  # a user's own may do anything
         if self._group.reduces_on_device(x):
             empty = np.zeros(self._length())
             empty[: wire.HEAD] = self._sent_head
