@@ -274,7 +274,7 @@ def normalize_with_running_stats(
     Without them, by the statistics of this process's batch, as torch computes them.
     """
     if running_mean is None or running_var is None:
-        return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+        return align_gradient(F.batch_norm(x, None, None, weight, bias, training=True, eps=eps))
     if dtensors.contains_dtensor((x, weight, running_mean)):
         function = partial(normalize_with_running_stats, eps=eps)
         return dtensors.evaluate_local(function, x, weight, bias, running_mean, running_var)
@@ -284,7 +284,7 @@ def normalize_with_running_stats(
         is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         if is_eager and torch.is_grad_enabled():  # these may move before the backward pass
             running_mean, running_var = running_mean.clone(), running_var.clone()
-        return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
+        return align_gradient(F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps))
     # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
     # inputs with splits.
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
@@ -292,6 +292,20 @@ def normalize_with_running_stats(
     validation.check_options(args)
     mean, var = map(steps.as_wide, (running_mean, running_var))
     y: Tensor = reference.normalize(args, BatchStatistics(mean, var, mean, mean))
+    return y
+
+
+def align_gradient(y: Tensor) -> Tensor:
+    """Return `y`, an output of torch's batch norm, whose gradient will have its strides.
+
+    torch 2.13's gradients of weight and bias are wrong on CPU where the incoming gradient has
+    another memory format than the output, and an axis of size 1 with an unusual stride: one sample
+    of tokens, (1, H * W, C), viewed as (1, C, H, W).
+    """
+    is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    if is_eager and y.requires_grad and y.is_cpu and 1 in y.shape:
+        strides = y.stride()
+        y.register_hook(lambda g: g.new_empty_strided(g.shape, strides).copy_(g))
     return y
 
 

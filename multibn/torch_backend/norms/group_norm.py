@@ -31,7 +31,8 @@ def scale_and_shift(x: Tensor, scale: Any, shift: Any, dtype: torch.dtype) -> Te
         # By known statistics, 0 and 1: a pass forward and two back, where others make copies.
         zeros = x.new_zeros(x.shape[1])
         numbers = scale.to(x.dtype), shift.to(x.dtype), zeros, zeros + 1
-        return torch.batch_norm(x, *numbers, False, 0.0, 0.0, False).to(dtype)
+        y = torch.batch_norm(x, *numbers, False, 0.0, 0.0, False)
+        return functional.align_gradient(y).to(dtype)
     for number, apply in ((scale, torch.mul), (shift, torch.add)):
         x = x if number is None else apply(x, number.view(-1, *[1] * (x.ndim - 2)))
     return x.to(dtype)

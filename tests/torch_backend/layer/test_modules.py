@@ -1,5 +1,6 @@
 """The torch layer in one process."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,11 @@ from torch import Tensor, nn
 from multibn import observing
 from multibn.torch_backend import (
     SubBatchNorm1d,
+    SubBatchNorm2d,
     SyncBatchNorm,
+    SyncGroupNorm,
+    SyncInstanceNorm2d,
+    convert_sync_batchnorm,
     sync_batch_norm,
 )
 from tests.helpers.ranks import errors_of_rank_0, run_ranks
@@ -68,6 +73,41 @@ def test_running_var_keeps_its_digits_on_large_planes(memory_format: torch.memor
     assert layer(x).is_contiguous(memory_format=memory_format)
     exact = x.double().var((0, 2, 3))
     assert float((layer.running_var / exact - 1).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("track_running_stats", [True, False])
+@pytest.mark.parametrize(
+    "build",
+    [
+        SyncBatchNorm,
+        lambda C, **options: convert_sync_batchnorm(nn.BatchNorm2d(C, **options)),
+        lambda C, **options: SubBatchNorm2d(1, C, **options),
+        lambda C, **options: SyncInstanceNorm2d(C, affine=True, **options),
+        lambda C, track_running_stats, **options: SyncGroupNorm(2, C, **options),
+    ],
+    ids=["sync", "converted", "sub", "instance", "group"],
+)
+def test_gradients_do_not_depend_on_strides(
+    build: Any, track_running_stats: bool, training: bool
+) -> None:
+    """torch's own of weight and bias do on CPU, where an axis of size 1 has an odd stride."""
+    options = {"dtype": torch.float64, "track_running_stats": track_running_stats}
+    for shape in [(1, 4, 3, 2), (2, 4, 3, 1), (3, 4, 1, 3)]:
+        values = torch.randn(2, *shape, dtype=torch.float64)
+        results = []
+        for order in itertools.permutations(range(4)):
+            for orders in ((order, range(4)), (range(4), order)):
+                x, dy = (
+                    torch.empty_permuted(shape, [*given], dtype=v.dtype).copy_(v)
+                    for v, given in zip(values, orders, strict=True)
+                )
+                layer = build(4, **options).train(training)
+                y = layer(x.requires_grad_())
+                y.backward(dy)
+                results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+        for result in results:
+            torch.testing.assert_close(result, results[0])
 
 
 @pytest.mark.parametrize("requires", [(0,), (1,), (2,), (0, 1), (1, 2), ()])
