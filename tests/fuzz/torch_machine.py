@@ -211,7 +211,8 @@ class TorchTraining(machines.Machine):
         takes_mask = all(not hasattr(self.chain.layers[n], "split_bn") for n, *_ in calls)
         if mask is not None and takes_mask:
             spreads = calls[0][2] or any(has_residual for _, has_residual, _ in calls)
-            paddings = [0.0, 1e30, float("nan")][: 2 if spreads else 3]
+            large = min(1e30, torch.finfo(getattr(torch, dtype)).max)  # infinity's sine is NaN
+            paddings = [0.0, large, float("nan")][: 2 if spreads else 3]
             value[~mask[:, None].expand_as(value)] = self.pick(*paddings)
         x = self.tensor(value.reshape(shape(self.chain.dims[calls[0][0]], N, C, L)), dtype)
         # Compiled, torch's own batch norm in evaluation misreads gradients of other strides.
