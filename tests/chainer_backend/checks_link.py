@@ -1,7 +1,5 @@
 """Links on real processes: groups, fine-tuning, and whether the ranks of a model agree."""
 
-import copy
-import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -27,7 +25,6 @@ from tests.chainer_backend.test_second_order import Graph
 from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.normalized import normalized
-from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.spread import OTHERS
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
@@ -69,25 +66,6 @@ def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None
 def check_second_derivatives_of_ranks_with_one_sample(world: Communicator) -> None:
     for seed in (1, 11, 20):
         Graph(seed, world.size).compare(world)
-
-
-def check_copies_share_the_group(world: Communicator) -> None:
-    group = world.split(world.rank % 2)
-    model = create_mnbn_model(chainer.Sequential(L.Linear(3, 4), L.BatchNormalization(4)), group)
-    x = _normal(world.rank, 5, 3).astype("f")
-    copies = [
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        *(model.copy(mode) for mode in ("share", "copy")),
-    ]
-    expected = model(x).array
-    for other in copies:
-        np.testing.assert_array_equal(other(x).array, expected)
-        assert (other[1].comm.rank, other[1].comm.size) == (group.rank, group.size)
-    assert copies[0][1].comm is group
-    assert copies[0][1].gamma is not model[1].gamma
-    assert model[1].comm is group
-    world.allreduce(np.zeros(1))  # nobody leaves while another group still works
 
 
 def check_nan_in_a_gradient_is_named_in_debug_mode(world: Communicator) -> None:
@@ -148,42 +126,6 @@ def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> No
             x = _data(world.rank)[0]
             np.testing.assert_array_equal(before(x).array, model(x).array)
     world.allreduce(np.zeros(1))  # nobody leaves while another group still works
-
-
-class Net(chainer.Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        with self.init_scope():
-            self.norm = L.BatchNormalization(3)
-            self.conv = L.Convolution2D(3, 4, 3)
-            self.norm2 = L.BatchNormalization(4)
-            self.fc = L.Linear(4, 5)
-
-
-def _network(comm: Any) -> Any:
-    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers draw from it)
-    with chainer.using_config("dtype", np.float64):
-        return create_mnbn_model(Net(), comm)
-
-
-@only("mpiexec", sizes=(3,))
-def check_a_perturbed_element_is_found(world: Communicator) -> None:
-    model = _network(world)
-    counting = CountingCommunicator(world)
-    expect_in_sync(model, counting)
-    assert len(counting.take()) == 3
-    culprit = world.size - 1
-    if world.rank == culprit:
-        model.norm2.avg_var[1] += 0.5
-        model.norm.N += 1
-    with pytest.raises(RuntimeError) as caught:
-        expect_in_sync(model, world)
-    for words in (
-        f"/norm2/avg_var by up to 0.5 on rank {culprit}",
-        f"/norm/N by up to 1 on rank {culprit}",
-    ):
-        assert words in str(caught.value)
-    expect_in_sync(model, world, ignore=["*/avg_var", "*/N"])
 
 
 @only("mpiexec", sizes=(2,))

@@ -7,7 +7,6 @@ import pytest
 
 from multibn import SingleProcess
 from multibn.chainer_backend import MultiNodeBatchNormalization
-from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 import chainer  # isort: skip (multibn makes it importable)
 from chainer import functions as F  # isort: skip
@@ -98,15 +97,6 @@ def test_a_residual_that_does_not_fit_is_refused(residual: Any, error: Any, mess
         link_of()(np.zeros(SHAPE), residual=residual)
 
 
-def test_a_relu_on_one_rank_alone_is_named_on_all() -> None:
-    def run(communicator: ThreadCommunicator) -> None:
-        link = MultiNodeBatchNormalization(C, communicator, fuse_relu=communicator.rank == 0)
-        with pytest.raises(ValueError, match=r"\[0\] with fuse_relu=True; .* with fuse_relu=False"):
-            link(np.zeros(SHAPE))
-
-    run_ranks(2, run)
-
-
 def test_the_node_has_what_an_exporter_reads_or_says_why_not() -> None:
     """onnx_chainer knows the node by Chainer's name, and reads `axis` and `eps` in training."""
     x = np.random.default_rng(0).normal(size=(4, C, 5)).astype("f")
@@ -115,7 +105,5 @@ def test_the_node_has_what_an_exporter_reads_or_says_why_not() -> None:
     assert (type(node).__name__, node.axis, node.eps) == ("BatchNormalization", (0, 2), 0.1)
     fused = MultiNodeBatchNormalization(C, None, fuse_relu=True)
     for y in (fused(x), link(x, residual=x), link(x, lengths=np.full(4, 3))):
-        with pytest.raises(
-            NotImplementedError, match=r"a ReLU inside\. Export .* with train=False"
-        ):
+        with pytest.raises(NotImplementedError, match=r"a ReLU inside\. Export .* train=False"):
             y.creator_node.axis  # noqa: B018

@@ -312,9 +312,7 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
             convert(source, tmp_path / dst)
     with pytest.raises(OSError, match=rf"no such folder: make it first: '{tmp_path}/none'$"):
         convert(source, tmp_path / "none/b.pt")
-    with pytest.raises(
-        CheckpointError, match=r"no key starts with the prefix 'b': found 'bn'\. Pass"
-    ):
+    with pytest.raises(CheckpointError, match=r"no key starts with the prefix 'b': found 'bn'\. P"):
         convert(source, tmp_path / "b.pt", prefix="b")
     assert sorted(tmp_path.iterdir()) == before
     assert convert(link, link).state.keys() == convert(source, tmp_path / "b.NPZ").state.keys()

@@ -120,10 +120,7 @@ def test_the_report_for_people_ends_with_the_verdict(
     "size, message",
     [
         ("2", r"started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), but mpi4py, needed to co"),
-        (
-            "1",
-            r"neither torch nor chainer is installed: pip install '\.\[torch\]' in multibn's",
-        ),
+        ("1", r"neither torch nor chainer is installed: pip install '\.\[torch\]' in multibn's"),
     ],
 )
 def test_what_is_missing_is_named(size: str, message: str, monkeypatch: Any, capsys: Any) -> None:

@@ -221,11 +221,7 @@ def test_arguments_that_do_not_fit_are_refused(
     ],
 )
 def test_values_that_do_not_fit_are_refused(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     np.savez("a.npz", W=np.ones(2))

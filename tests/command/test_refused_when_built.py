@@ -95,7 +95,7 @@ _RULES = {
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 EXEMPT = {
-    "communicators.transports.mpi.MPI(comm=)",  # looking at it initialises MPI
+    "communicators.transports.mpi.MPI(comm=)"  # looking at it initialises MPI
 }
 # What takes the arguments that a callable hands on by `**` and this name.
 HANDED_ON = {
@@ -350,9 +350,7 @@ def test_what_is_no_module_is_named_by_functions_of_models() -> None:
         torch_backend.sync_running_stats,
         lambda model: torch_backend.step_statistics(model).__enter__(),
     ):
-        with pytest.raises(
-            TypeError, match=r"`mod.*` must be a torch\.nn\.Module: got SGD\. Pass t"
-        ):
+        with pytest.raises(TypeError, match=r"`mod.*` must be a torch\.nn\.Module: got SGD\. Pass"):
             function(optimizer)
     with pytest.raises(TypeError, match=r"`parameters` must be tensors: got SGD\. Pass the model"):
         torch_backend.average_gradients(optimizer)

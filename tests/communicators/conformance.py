@@ -21,11 +21,7 @@ SHAPES = [(), (1,), (7,), (2, 3), (0,)]
 
 def check_communicator(comm: Communicator) -> None:
     """Check `comm`. Collective: every rank calls it, with the same arrays available."""
-    problems = [
-        *_allreduce(comm),
-        *_split(comm),
-        *_handle(comm),
-    ]
+    problems = [*_allreduce(comm), *_split(comm), *_handle(comm)]
     assert not problems, problems
 
 

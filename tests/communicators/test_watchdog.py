@@ -217,10 +217,7 @@ def test_a_message_that_all_ranks_wait_for_is_the_transports_fault(
 ) -> None:
     monkeypatch.setattr("multibn.communicators.watchdog.SECONDS_UNTIL_LOG", 0.5)
     watchdog = Watchdog(0, 2)
-    watchdog.board, watchdog.timeout = (
-        StatusBoard({1: Status("waits", 0, "a (forward)")}, 0),
-        1.2,
-    )
+    watchdog.board, watchdog.timeout = (StatusBoard({1: Status("waits", 0, "a (forward)")}, 0), 1.2)
     error = _says(watchdog.wait, _begin, "a (forward)")
     assert isinstance(error, TimeoutError)
     delivered = (
@@ -272,14 +269,8 @@ def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None
 @pytest.mark.parametrize(
     "notice, said",
     [
-        (
-            None,
-            r"waits in a \(forward\) for rank\(s\) \[1\], which have already exited or left",
-        ),
-        (
-            Status("failed", 0, "its program has ended by KeyError"),
-            "rank 1 has failed: its prog",
-        ),
+        (None, r"waits in a \(forward\) for rank\(s\) \[1\], which have already exited or left"),
+        (Status("failed", 0, "its program has ended by KeyError"), "rank 1 has failed: its prog"),
     ],
 )
 def test_a_rank_that_a_transport_has_seen_to_leave_may_have_said_why(
@@ -352,8 +343,7 @@ def test_a_timeout_is_a_positive_number_of_seconds(monkeypatch: pytest.MonkeyPat
     for wrong in ("soon", "0", "-1", "nan"):
         monkeypatch.setenv("MULTIBN_TIMEOUT", wrong)
         with pytest.raises(
-            ValueError,
-            match=f"MULTIBN_TIMEOUT must be a positive number of seconds: got '{wrong}'",
+            ValueError, match=f"MULTIBN_TIMEOUT must be a positive number of seconds: got '{wrong}'"
         ):
             check_timeout()
 

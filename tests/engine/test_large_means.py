@@ -30,12 +30,7 @@ def moments(x: Any, communicator: Any, **options: Any) -> tuple[Any, Any, int]:
 
 @pytest.mark.parametrize(
     "mean, weighting, masked, dtype, native",
-    spread(
-        MEANS,
-        [*WEIGHTINGS],
-        [False, True],
-        over=[["float64", "float32"], [True, False]],
-    ),
+    spread(MEANS, [*WEIGHTINGS], [False, True], over=[["float64", "float32"], [True, False]]),
 )
 def test_any_mean_gives_the_numbers_of_centred_inputs(
     mean: float, weighting: str, masked: bool, dtype: str, native: bool, monkeypatch: Any
@@ -103,8 +98,7 @@ def layers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "form",
-    ["plain", "local counts", "residual", "masked", "micro-batches", "compiled", "parts"],
+    "form", ["plain", "local counts", "residual", "masked", "micro-batches", "compiled", "parts"]
 )
 @pytest.mark.parametrize("shape", [(6, 4, 5), (6, 4, 40_000)], ids=["small", "by threads"])
 def test_layers_keep_their_digits_at_large_means(form: str, shape: tuple[int, ...]) -> None:

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from multibn.chainer_backend import (
-    MultiNodeBatchNormalization,
-    create_mnbn_model,
-)
+from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import nonfinite
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 

@@ -133,12 +133,7 @@ def gaps(a: Any) -> Any:
 
 @pytest.mark.parametrize(
     "view",
-    [
-        lambda a: a[::2],
-        gaps,
-        lambda a: a[..., ::2],
-        lambda a: a.swapaxes(2, 3),
-    ],
+    [lambda a: a[::2], gaps, lambda a: a[..., ::2], lambda a: a.swapaxes(2, 3)],
     ids=["rows", "channels", "columns", "transposed"],
 )
 @invalid

@@ -12,16 +12,7 @@ import pytest
 from multibn.kernels import cpu
 from multibn.kernels.core import _core
 from tests.helpers import launch
-from tests.kernels.passes import (
-    NARROW,
-    as_torch,
-    check,
-    data,
-    layer,
-    passes,
-    statistics,
-    threads,
-)
+from tests.kernels.passes import NARROW, as_torch, check, data, layer, passes, statistics, threads
 from tests.kernels.test_passes import mask_of
 
 NEEDS = "core"

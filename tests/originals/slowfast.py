@@ -60,10 +60,7 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
         case "sub_batchnorm":
             return partial(slowfast.SubBatchNorm, nn.BatchNorm3d, bn["NUM_SPLITS"])
         case "sync_batchnorm":
-            options = {
-                "num_sync_devices": bn["NUM_SYNC_DEVICES"],
-                "global_sync": bn["GLOBAL_SYNC"],
-            }
+            options = {"num_sync_devices": bn["NUM_SYNC_DEVICES"], "global_sync": bn["GLOBAL_SYNC"]}
             return partial(NaiveSyncBatchNorm3d, **options)
         case other:
             raise NotImplementedError(other)

@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from multibn.torch_backend import (
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-    revert_sync_batchnorm,
-)
+from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 from tests.helpers.fvcore import get_bn_modules, update_bn_stats
 
 NEEDS = "torch dev"

@@ -100,9 +100,7 @@ def figures() -> Figures:
     return drawn
 
 
-def test_text_is_whole_and_can_be_read_on_a_phone(
-    figures: Figures,
-) -> None:
+def test_text_is_whole_and_can_be_read_on_a_phone(figures: Figures) -> None:
     import matplotlib
     import pictures
     from matplotlib.text import Text

@@ -18,10 +18,10 @@ TEXT = " ".join(README.split())
 COMPARISON = {
     "CPU, MPI, Chainer": ["parity/checks_parity.py"],
     "padding in the batch": [
-        "torch_backend/test_every_layer.py: test_elements_that_do_not_count_take_no_part",
+        "torch_backend/test_every_layer.py: test_elements_that_do_not_count_take_no_part"
     ],
     "custom BatchNorm subclass": [
-        "torch_backend/convert/test_class_swap.py: test_it_is_the_original_on_the_whole_batch",
+        "torch_backend/convert/test_class_swap.py: test_it_is_the_original_on_the_whole_batch"
     ],
     "undo the conversion": [
         "torch_backend/convert/test_convert.py: test_revert_restores_the_class"
@@ -31,17 +31,17 @@ COMPARISON = {
         "torch_backend/layer/checks_layer.py: check_saved_model_loads_without_a_group",
     ],
     "second derivatives": [
-        "torch_backend/test_every_layer.py: test_ranks_are_one_process_on_the_whole_batch",
+        "torch_backend/test_every_layer.py: test_ranks_are_one_process_on_the_whole_batch"
     ],
     "`torch.compile(fullgraph=True)`": [
         "torch_backend/test_every_layer.py: test_one_compiled_graph_gives_eager_numbers",
         "torch_backend/layer/checks_features.py: check_compiled_ranks_train_beside_eager_ones",
     ],
     "a step skipped by GradScaler": [
-        "torch_backend/layer/checks_features.py: check_a_step_that_overflows_leaves_no_trace",
+        "torch_backend/layer/checks_features.py: check_a_step_that_overflows_leaves_no_trace"
     ],
     "a rank runs a different layer": [
-        "communicators/checks_handshake.py: check_models_that_change_places_later_are_an_error",
+        "communicators/checks_handshake.py: check_models_that_change_places_later_are_an_error"
     ],
     "a rank dies": ["faults/test_faults.py: test_a_fault_is_seen_in_time_on_every_rank"],
     "years of use on many GPUs": [],

@@ -340,10 +340,7 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            lambda *_: None,
-            "must return two of .*, a chainer.Link and a .* NumPy array: got NoneT",
-        ),
+        (lambda *_: None, "must return two of .*, a chainer.Link and a .* NumPy array: got NoneT"),
         (lambda *pair: pair[:2], r"and a NumPy array: got TorchModel, ChainerModel\."),
         (lambda t, c, x: (c, t, x), r"array: got ChainerModel, TorchModel, ndarray\."),
         (
@@ -371,10 +368,7 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
             _with_a_loss,
             r"must return a model without a loss: got an L\.Classifier\. Return its pred",
         ),
-        (
-            _with_a_sum,
-            r"the torch model .* return an array whose first axis is the batch of 5 sa",
-        ),
+        (_with_a_sum, r"the torch model .* return an array whose first axis is the batch of 5 sa"),
         (
             _of_other_sizes,
             "layers of the same names and sizes: Error.* size mismatch for fc.weight",

@@ -68,20 +68,11 @@ def test_a_pair_of_models_is_compared_on_two_ranks(function: str) -> None:
 @pytest.mark.parametrize(
     "model, why",
     [
-        (
-            "tests.helpers.models:pear",
-            "AttributeError: module 'tests.helpers.models' has no attr",
-        ),
+        ("tests.helpers.models:pear", "AttributeError: module 'tests.helpers.models' has no attr"),
         ("tests.helpers.models", "ValueError: no :FUNCTION"),
         ("tests.helpers.models:__doc__", "ValueError: a str, which cannot be called"),
-        (
-            "./m:pair",
-            "TypeError: the 'package' argument is required to perform a relative impo",
-        ),
-        (
-            "tests.helpers.moddels:pair",
-            "ModuleNotFoundError: No module named 'tests.helpers.modd",
-        ),
+        ("./m:pair", "TypeError: the 'package' argument is required to perform a relative impo"),
+        ("tests.helpers.moddels:pair", "ModuleNotFoundError: No module named 'tests.helpers.modd"),
         (":pair", "ValueError: Empty module name"),
         ("exits:pair", "SystemExit: 0"),
         ("divides:pair", "ZeroDivisionError: division by zero"),

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from multibn.torch_backend import (
-    NaiveSyncBatchNorm3d,
-    SubBatchNorm3d,
-    SyncBatchNorm3d,
-    get_norm,
-)
+from multibn.torch_backend import NaiveSyncBatchNorm3d, SubBatchNorm3d, SyncBatchNorm3d, get_norm
 
 NEEDS = "torch"
 

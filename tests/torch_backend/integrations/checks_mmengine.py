@@ -170,11 +170,7 @@ def _train(
             default_hooks={
                 "checkpoint": {"type": "CheckpointHook", "interval": 1, "by_epoch": by_epoch}
             },
-            custom_hooks=[
-                {"type": "EMAHook"},
-                {"type": "multibn.PreciseBNHook", **hook},
-                passes,
-            ],
+            custom_hooks=[{"type": "EMAHook"}, {"type": "multibn.PreciseBNHook", **hook}, passes],
         )
         runner.train()
     return runner, passes.after

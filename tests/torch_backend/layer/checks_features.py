@@ -51,24 +51,6 @@ def _network() -> Any:
     ).double()
 
 
-def check_an_input_without_channels_is_refused_on_all_ranks(world: Communicator) -> None:
-    """The other ranks are in the first message of the function, in a later one, or in a layer."""
-    x, layer = torch.randn(4, 3), SyncBatchNorm(3, process_group=world)
-    layer(x)
-    calls: list[Any] = [lambda x: sync_batch_norm(x, process_group=world), layer]
-    for wrong in (torch.randn(4), "a batch", None):
-        for call in calls:
-            if world.rank == 1:
-                with pytest.raises((TypeError, ValueError), match="the input must "):
-                    sync_batch_norm(wrong, process_group=world)  # type: ignore[arg-type]
-            else:
-                with pytest.raises(
-                    RuntimeError, match=r"stops in.* was rejected on rank\(s\) \[1\]"
-                ):
-                    call(x)
-        torch.testing.assert_close(calls[0](x)[0], layer(x))  # all is well
-
-
 def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> None:
     """Otherwise a GradScaler finds NaN on all ranks, and all skip the step."""
     model = nn.Sequential(SyncBatchNorm(3, process_group=world))
@@ -143,9 +125,7 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
 
 
 @only(sizes=(2,))
-def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(
-    world: Communicator,
-) -> None:
+def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(world: Communicator) -> None:
     nonfinite._warned_at = -math.inf
     x, infinite = torch.randn(4, 3), torch.full((4, 3), torch.inf)
     bad, beside_none = (infinite,) * 2 if world.rank == 0 else (x, x[:0])
@@ -340,9 +320,7 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
     narrow: Any = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
     for wrong in ({"running_var": None}, {"momentum": 2}, {"running_var": torch.ones(7)}):
         refused: Any = narrow | wrong
-        error = pytest.raises(
-            ValueError, match=r"`(running_mean` and `running_var|momentum)` must "
-        )
+        error = pytest.raises(ValueError, match=r"`(running_mean` and `running_var|momentum)` must")
         others = pytest.raises(RuntimeError, match=r"was rejected on rank\(s\) \[1\]")
         with error if world.rank == 1 else others:
             sync_batch_norm(

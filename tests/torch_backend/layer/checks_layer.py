@@ -194,15 +194,6 @@ def check_sparse_buffers_are_compared(world: Communicator) -> None:
         multibn.torch_backend.check_sync(model, world)
 
 
-def check_average_gradients_wants_the_same_parameters(world: Communicator) -> None:
-    a, b = (nn.Parameter(torch.zeros(2)) for _ in range(2))
-    a.grad, b.grad = torch.ones(2), 100 * torch.ones(2)
-    (b if world.rank == 0 else a).requires_grad_(False)
-    with pytest.raises(RuntimeError, match="`parameters` must have the same order"):
-        average_gradients([a, b], world)
-    assert [a.grad[0].item(), b.grad[0].item()] == [1, 100]
-
-
 def check_average_gradients_keeps_their_dtypes(world: Communicator) -> None:
     wide, narrow = (nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2))
     wide_dtype = (

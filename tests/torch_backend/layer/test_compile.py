@@ -19,11 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
 from multibn.parity import oracle
-from multibn.torch_backend import (
-    SubBatchNorm1d,
-    SyncBatchNorm,
-    checkpoint_contexts,
-)
+from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm, checkpoint_contexts
 from tests.helpers.ranks import CountingCommunicator
 
 NEEDS = "torch"

@@ -25,11 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from multibn.engine import recompute
-from multibn.torch_backend import (
-    SubBatchNorm1d,
-    SyncBatchNorm,
-    sync_batch_norm,
-)
+from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm, sync_batch_norm
 from tests.helpers.ranks import EqualRanks
 
 NEEDS = "torch"
@@ -342,9 +338,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_several_ranks_refuse_transforms(case: str) -> None:
     """And the layer works on."""
     layer = SyncBatchNorm(C, dtype=torch.float64, process_group=EqualRanks())
-    with pytest.raises(
-        NotImplementedError, match="supported only in one process: got 2 ranks that"
-    ):
+    with pytest.raises(NotImplementedError, match="supported only in one process: got 2 ranks tha"):
         REFUSED[case](layer)
     layer(X.clone().requires_grad_()).sum().backward()
 

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
-from multibn.engine.running import StepAccumulator
-from multibn.engine.statistics import BatchStatistics
 from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
     SubBatchNorm1d,
@@ -204,17 +202,3 @@ def test_a_model_without_layers_of_this_package_is_refused() -> None:
         step_statistics(nn.BatchNorm1d(4)),
     ):
         pass
-
-
-def test_a_pool_keeps_its_digits_where_the_mean_is_large() -> None:
-    rng = np.random.default_rng(0)
-    parts = [rng.normal(1e6, 1, (n, 3)) for n in (7, 0, 2, 40)]
-    pool = StepAccumulator(np.zeros(3, "f"))
-    for x in parts:
-        mean, var = (x.mean(0), x.var(0)) if len(x) else (np.zeros(3), np.zeros(3))
-        pool.add(BatchStatistics(mean, var, np.array(float(len(x))), np.array(0)), local_count=2)
-    batch, local_count = pool.compute()
-    whole = np.concatenate(parts)
-    assert relative_error(batch.mean, whole.mean(0)) < 1e-14
-    assert relative_error(batch.var, whole.var(0)) < 1e-9  # the sum of squares would be off by 1e-4
-    assert (batch.count, local_count) == (49, 6)

@@ -69,9 +69,7 @@ def batches(sizes: Any = (4, 6, 2), seed: int = 0, mean: float = 0.0) -> list[An
     """Batches of unequal sizes, planes, means and scales."""
     rng = np.random.default_rng(seed)
     return [
-        torch.from_numpy(
-            rng.normal(mean + i, 1 + i, (n, 3, 5 + i, 6)).astype("float32"),
-        )
+        torch.from_numpy(rng.normal(mean + i, 1 + i, (n, 3, 5 + i, 6)).astype("float32"))
         for i, n in enumerate(sizes)
     ]
 
@@ -354,11 +352,7 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
     for model, batch, call in (
         (nn.BatchNorm1d(3), {"x": x}, r"`model\(batch\)` failed for a batch of type dict"),
         (SyncBatchNorm(3), {"x": x}, r"`model\(batch\)` failed for a batch of type dict"),
-        (
-            WithLengths(3),
-            (x, 2),
-            r"`model\(batch\[0\]\)` failed for .* tuple.*lengths",
-        ),
+        (WithLengths(3), (x, 2), r"`model\(batch\[0\]\)` failed for .* tuple.*lengths"),
         (nn.BatchNorm1d(3), Several(x, 1), r"`model\(batch\)` failed for a batch of type Several"),
     ):
         with pytest.raises(TypeError, match=call + ".*example `forward_fn=lambda"):

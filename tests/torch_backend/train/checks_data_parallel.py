@@ -13,10 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import Communicator
-from multibn.torch_backend import (
-    SubBatchNorm2d,
-    convert_sync_batchnorm,
-)
+from multibn.torch_backend import SubBatchNorm2d, convert_sync_batchnorm
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from multibn.torch_backend.layer import data_parallel
 from tests.harness.runs import on

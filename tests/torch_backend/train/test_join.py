@@ -78,10 +78,7 @@ def test_the_mean_leaves_stand_ins_out() -> None:
         assert counting.take() == [3, 1, 3, 1, 3]  # a step and its mean, and the end
         return found
 
-    assert run_ranks(2, means) == [
-        [(False, 4 / 3), (False, 2.0)],
-        [(False, 2 / 3), (True, 0.0)],
-    ]
+    assert run_ranks(2, means) == [[(False, 4 / 3), (False, 2.0)], [(False, 2 / 3), (True, 0.0)]]
 
 
 Pair = namedtuple("Pair", "a b")

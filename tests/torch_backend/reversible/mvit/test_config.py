@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from multibn.torch_backend.reversible import (
-    ReversibleMViT,
-    RevMViT,
-    RevMViTConfig,
-)
+from multibn.torch_backend.reversible import ReversibleMViT, RevMViT, RevMViTConfig
 from multibn.torch_backend.reversible.mvit.sizes import layer_sizes
 from tests.torch_backend.reversible.mvit.reference import DATA, REFERENCE, SMALL, slowfast_config
 
@@ -170,10 +166,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 @pytest.mark.parametrize(
     "cfg, message",
     [
-        (
-            tree(REV={"ENABLE": False}),
-            r"`cfg.MVIT.REV.ENABLE` must be True: got False; other",
-        ),
+        (tree(REV={"ENABLE": False}), r"`cfg.MVIT.REV.ENABLE` must be True: got False; other"),
         ({"MODEL": {"NUM_CLASSES": 4}}, r"`cfg.MVIT.REV.ENABLE` must be True: got False"),
         (
             tree(REV={"ENABLE": True, "RES_PATH": "max"}),
@@ -181,10 +174,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         ),
         (tree(EMBED_DIMS=32), r"`cfg` has unknown MVIT keys: MVIT.EMBED_DIMS"),
         ({**tree(), "DETECTION": {"ENABLE": True}}, r"`cfg.DETECTION.ENABLE` must be False"),
-        (
-            tree(NORM=torch.nn.BatchNorm1d),
-            r"a function .*: got <class '.*BatchNorm1d'>\. Pass",
-        ),
+        (tree(NORM=torch.nn.BatchNorm1d), r"a function .*: got <class '.*BatchNorm1d'>\. Pass"),
         (tree(NORM="batch"), r"`norm` must be one of 'layernorm', .* got 'batch'"),
     ],
 )

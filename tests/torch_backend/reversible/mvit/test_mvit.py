@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multibn.torch_backend import (
-    NaiveSyncBatchNorm1d,
-    SubBatchNorm1d,
-)
+from multibn.torch_backend import NaiveSyncBatchNorm1d, SubBatchNorm1d
 from multibn.torch_backend.reversible import RevMViT
 from multibn.torch_backend.reversible.mvit.layers import StageTransitionBlock
 from tests.torch_backend.reversible.mvit import reference
