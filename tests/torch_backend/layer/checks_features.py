@@ -329,7 +329,6 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
     sync_batch_norm(parts[0][:, :4], process_group=world, **narrow)  # all is well
 
 
-@only("torchrun")
 def check_a_network_of_many_widths_trains_and_is_calibrated_as_in_one_process(
     world: Communicator,
 ) -> None:
@@ -343,7 +342,7 @@ def check_a_network_of_many_widths_trains_and_is_calibrated_as_in_one_process(
     whole, mine = torch.cat(parts), parts[world.rank]
     torch.manual_seed(0)
     alone: Any = defined["Net"]().double()
-    net: Any = convert_sync_batchnorm(copy.deepcopy(alone))
+    net: Any = convert_sync_batchnorm(copy.deepcopy(alone), world)
     for width in (8, 4, 6, 4, 8):
         net.width = alone.width = width
         y, expected = net(mine), _functional(alone, whole)
@@ -362,8 +361,9 @@ def check_a_network_of_many_widths_trains_and_is_calibrated_as_in_one_process(
     with torch.no_grad():
         for own, shared in zip(small.parameters(), net.parameters(), strict=True):
             own.copy_(shared[:4])
-    small = convert_sync_batchnorm(small)
-    update_bn_stats(small, mine.split(1), progress=False)  # one batch less on rank 0 than on 1
+    small = convert_sync_batchnorm(small, world)
+    batches = mine.split(1)  # one less on rank 0 than on 1
+    update_bn_stats(small, batches, progress=False, process_group=world)
     pixels = small[0](whole).detach().movedim(1, -1).reshape(-1, 4).numpy()
     torch.testing.assert_close(small[1].running_mean.numpy(), pixels.mean(0), rtol=1e-12, atol=0)
     torch.testing.assert_close(
