@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from multibn import kernels
-from multibn.communicators.channel import Channel, ChannelCommunicator, HostArray
+from multibn._typing import HostArray
+from multibn.communicators.channel import Channel, ChannelCommunicator
 from multibn.engine import plan
 from multibn.kernels import cuda
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from multibn import wire
 from multibn._arrays import from_host, is_on_host, to_host
-from multibn._typing import Array
-from multibn._typing import HostArray as HostArray
+from multibn._typing import Array, HostArray
 from multibn.communicators.communicator import Communicator, Forwarding, Handle, gather
 from multibn.communicators.deferred_checks import DeferredChecks
 from multibn.communicators.diagnostics import (
@@ -158,7 +157,7 @@ class Channel:
 
     def abandon_after_fork(self) -> None:
         """Make every later call raise: this process is a fork of a rank."""
-        self.skip_at_exit()
+        watched_channels.discard(self)
         self.transport.close(failed=True)
         self.watchdog.failure = (
             f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
@@ -166,13 +165,9 @@ class Channel:
             "child's layers process_group=multibn.SingleProcess(), or start the child by spawn."
         )
 
-    def skip_at_exit(self) -> None:
-        """Send nothing about this group at exit: no rank waits for it."""
-        watched_channels.discard(self)
-
     def close(self) -> None:
         """Free memory and connections, after the user has destroyed the group."""
-        self.skip_at_exit()
+        watched_channels.discard(self)
         failed = self.watchdog.failure is not None
         self.watchdog.board = None
         self._buffers.clear()
@@ -203,15 +198,15 @@ class Channel:
         first = flat[: block.size - wire.HEAD if a.dtype == np.float64 else 0]
         room, head = block[wire.HEAD :][: first.size], block[: wire.HEAD]
         begin = self.transport.prepare_block(wire.HEAD + first.size)
-        begin_rest = self.transport.prepare(flat[first.size :])
+        rest = flat[first.size :]
+        begin_rest = self.transport.prepare(rest) if rest.size else lambda: None
 
         def parts() -> Iterator[Poll | None]:
             room[:] = first
             yield begin()
             if wire.all_equal(head.tolist(), self.size):
                 first[:] = room
-                if first.size < flat.size:
-                    yield begin_rest()
+                yield begin_rest()
 
         return lambda: chain(parts())
 
@@ -345,15 +340,14 @@ def resolved(communicator: Any, /) -> Any:
         return _own[id(communicator)]
     if not isinstance(communicator, Communicator):
         return communicator
-    find: Callable[[], Any] = partial(_same, communicator)
+
+    def find() -> Any:
+        return communicator
+
     with suppress(TypeError):  # of a class without weak references
         find = ref(communicator)
         finalize(communicator, _own.pop, id(communicator), None).atexit = False
     return _own.setdefault(id(communicator), _Own(find))
-
-
-def _same(communicator: Any) -> Any:
-    return communicator
 
 
 def at(communicator: Any, place: str) -> Any:
@@ -363,11 +357,6 @@ def at(communicator: Any, place: str) -> Any:
         return group
     allreduce = partial(group.allreduce_at, place=place)
     return SimpleNamespace(rank=group.rank, size=group.size, allreduce=allreduce)
-
-
-def channel_of(group: Any, /) -> Any:
-    """The channel of a group that is `resolved`; None for one process."""
-    return group.channel if isinstance(group, ChannelCommunicator) else None
 
 
 def flush_checks() -> None:

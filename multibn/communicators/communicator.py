@@ -63,6 +63,7 @@ class Handle:
     follows_default_group = False
     # Whether a layer was given the handle's `native`, a library's object, and not the handle.
     is_of_native = False
+    channel: Any = None  # `Channel` of the group; None for one process
 
     def __copy__(self: _T) -> _T:
         return self

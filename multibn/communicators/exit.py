@@ -14,8 +14,8 @@ from multibn.communicators.diagnostics import uncaught
 _GLOO_SECONDS = 0.2  # on an idle machine 0.002 is enough
 
 watched_channels: WeakSet[Any] = WeakSet()  # the `Channel`s whose ranks may wait for this process
-_inherited_group: object = None  # in a forked child: the parent's default group of torch
-_inherits_mpi = False  # in a forked child: whether the parent had initialised MPI
+# In a forked child: the parent's default group of torch, and "mpi" if that had been initialised.
+inherited: set[object] = set()
 
 
 def watch(channel: Any) -> None:
@@ -60,23 +60,13 @@ def after_fork(function: Callable[[], object]) -> None:
 
 
 def _after_fork() -> None:
-    global _inherited_group, _inherits_mpi
-    group = getattr(sys.modules.get("torch.distributed"), "group", None)
-    _inherited_group = None if group is None else group.WORLD
-    mpi = sys.modules.get("mpi4py.MPI")
-    _inherits_mpi = mpi is not None and mpi.Is_initialized()
+    distributed, mpi = sys.modules.get("torch.distributed"), sys.modules.get("mpi4py.MPI")
+    if (group := getattr(distributed, "group", None)) is not None:
+        inherited.add(group.WORLD)
+    if mpi is not None and mpi.Is_initialized():
+        inherited.add("mpi")
     for channel in list(watched_channels):
         channel.abandon_after_fork()
 
 
 after_fork(_after_fork)
-
-
-def is_fork_of_mpi() -> bool:
-    """Whether this process was forked after MPI was initialised."""
-    return _inherits_mpi
-
-
-def is_fork_of_torch(group: object) -> bool:
-    """Whether this process was forked while `group` was torch's default process group."""
-    return group is not None and group is _inherited_group

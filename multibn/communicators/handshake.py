@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from multibn import _version, wire
-from multibn.communicators.channel import channel_of, check_kinds, resolved
+from multibn.communicators.channel import check_kinds, resolved
 from multibn.communicators.communicator import gather
 from multibn.communicators.diagnostics import (
     advice_for,
@@ -25,7 +25,7 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     Layers are numbered by their first messages. Collective where the layer has not compared itself
     with so many channels.
     """
-    channel = channel_of(group)
+    channel = group.channel
     compared = channel.compared if layer.is_function else layer.compared
 
     def key() -> tuple[str, str, int]:
@@ -61,7 +61,7 @@ def all_ranks_agree(
     group = resolved(communicator)
     if group.size == 1:
         return True, mark
-    total = channel_of(group).allreduce_checked(np.array([mark]), kind, facts, text)
+    total = group.channel.allreduce_checked(np.array([mark]), kind, facts, text)
     return total is not None, 0.0 if total is None else float(total[0])
 
 

@@ -15,25 +15,16 @@ import numpy as np
 
 from multibn import wire
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
-from multibn._typing import Array
+from multibn._typing import Array, HostArray
 from multibn.communicators import nonfinite
-from multibn.communicators.channel import (
-    Begin,
-    Compared,
-    HostArray,
-    channel_of,
-    resolved,
-)
+from multibn.communicators.channel import Begin, Compared, resolved
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess
-from multibn.communicators.deferred_checks import (
-    IN_GRAPH_MEMORY,
-    is_captured,
-    stream_of,
-)
+from multibn.communicators.deferred_checks import IN_GRAPH_MEMORY, is_captured, stream_of
 from multibn.communicators.diagnostics import (
     SAME_LAYERS_ADVICE,
     display_name,
     log_and_raise,
+    log_to_stderr,
     raise_for_refusal,
 )
 from multibn.communicators.handshake import handshake, raise_for_mismatch
@@ -175,7 +166,8 @@ def reject_input(
     if communicator.size == 1:
         return
     if error is not None:
-        nonfinite.log_refusal(communicator, error)
+        name = nonfinite.name_of(communicator)
+        log_to_stderr(f"rank {communicator.rank} in {name}: {error}")
     group = resolved(communicator)
     if (
         num_channels
@@ -185,7 +177,7 @@ def reject_input(
         n = wire.forward_payload(num_channels)
         communicator.for_phase("forward", like.dtype, n, like=like).send_refusal(like)
     else:
-        channel_of(group).send_refusal()
+        group.channel.send_refusal()
 
 
 def _check(find_phase: "ref[LayerPhase]", call: int, summed: HostArray) -> None:
@@ -235,7 +227,7 @@ class LayerPhase(Forwarding):
         # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
         self._group = group
-        self._channel = channel_of(group)
+        self._channel: Any = getattr(group, "channel", None)
         # A message's memory is nobody else's.
         self._reduce = getattr(group, "allreduce_in_place", group.allreduce)
         head = self._handshake(like) if group.size != 1 else []
@@ -247,7 +239,7 @@ class LayerPhase(Forwarding):
 
     def is_over(self, group: Any) -> bool:
         """Whether the messages still go to the ranks of `group`."""
-        return group is self._group and self._channel is channel_of(group)
+        return group is self._group and self._channel is getattr(group, "channel", None)
 
     def _look_up(self) -> Any:
         return self._group

@@ -6,13 +6,8 @@ import warnings
 from typing import Any
 
 from multibn import wire
-from multibn.communicators.channel import HostArray
-from multibn.communicators.diagnostics import (
-    describe_ranks,
-    display_name,
-    log_and_raise,
-    log_to_stderr,
-)
+from multibn._typing import HostArray
+from multibn.communicators.diagnostics import describe_ranks, display_name, log_and_raise
 from multibn.communicators.handshake import all_ranks_agree
 
 
@@ -25,12 +20,6 @@ def name_of(communicator: Any, /) -> str:
     """The name of the layer that uses the communicator, for messages."""
     layer = layer_of(communicator)
     return "a layer" if layer is None else display_name(layer.name)
-
-
-def log_refusal(communicator: Any, error: Exception) -> None:
-    """Print the `error` of a rank that refuses an input, which names no layer itself."""
-    where = f"rank {communicator.rank} in {name_of(communicator)}: "
-    log_to_stderr(f"{where}{error}")
 
 
 def skips(communicator: Any, dtype: Any, /) -> bool:

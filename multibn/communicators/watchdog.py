@@ -50,9 +50,6 @@ class StatusBoard(Protocol):
     def read(self) -> dict[int, Status]:
         """The latest notice of each other rank that has left one."""
 
-    def finish(self) -> None:
-        """Finish publishing before the process ends."""
-
 
 class RankLostError(RuntimeError):
     """The transport has found that a rank is gone: its process has ended, or it `has_left`.
@@ -135,7 +132,6 @@ class Watchdog:
                     if notice.state == "failed" and not notice.text.startswith(_ENDED):
                         log_to_stderr(f"rank {rank} has failed: {notice.text}")
                 self._publish("failed", _ENDED + said)
-            self.board.finish()  # after a failure, which may be a broken network, nobody waits
 
     def _publish(self, state: str, text: str) -> None:
         if self.board is not None:
@@ -197,7 +193,7 @@ class Watchdog:
     def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> tuple[str, str]:
         """Return which ranks are missing, and the possible causes with what to do."""
         waited = f"rank {self.rank} has waited {seconds:g} s in {text}"
-        absent = self._absent(notices)
+        absent = [r for r in range(self.size) if r not in {self.rank, *notices}]
         if not absent:
             return (
                 f"{waited}. All ranks are in this call, but the transport has not delivered the "
@@ -212,9 +208,6 @@ class Watchdog:
             f"{self.rank} runs validation alone with a model that is not in eval(). To wait "
             "longer, set MULTIBN_TIMEOUT (seconds).",
         )
-
-    def _absent(self, notices: dict[int, Status]) -> list[int]:
-        return [r for r in range(self.size) if r not in {self.rank, *notices}]
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
         gone, lost = [error.rank] if isinstance(error, RankLostError) else [], list[int]()

@@ -205,7 +205,7 @@ def _said(communicator: Any, payload: Any, world: Communicator) -> str:
         communicator.allreduce(payload)
     except (ConnectionError, RuntimeError) as error:
         said = str(error)
-    communicator.channel.skip_at_exit()
+    watched_channels.discard(communicator.channel)
     world.allreduce(np.ones(1))
     return said
 

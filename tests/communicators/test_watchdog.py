@@ -35,9 +35,6 @@ class StatusBoard:
         others.pop(self._rank, None)
         return {r: Status(*json.loads(json.dumps(n))) for r, n in others.items()}
 
-    def finish(self) -> None:
-        """Threads need no end."""
-
 
 def _introduced(world: ThreadCommunicator, notices: dict[int, Status], pid: int = 0) -> Watchdog:
     watchdog = Watchdog(world.rank, world.size)

@@ -12,16 +12,10 @@ import numpy as np
 import pytest
 
 from multibn import wire
-from multibn._typing import Array
-from multibn.communicators.channel import (
-    Buffer,
-    Channel,
-    ChannelCommunicator,
-    HostArray,
-    channel_of,
-    resolved,
-)  # fmt: skip
+from multibn._typing import Array, HostArray
+from multibn.communicators.channel import Buffer, Channel, ChannelCommunicator, resolved
 from multibn.communicators.communicator import Communicator
+from multibn.communicators.exit import watched_channels
 from multibn.communicators.polling import Poll
 
 T = TypeVar("T")
@@ -154,7 +148,7 @@ class CountingCommunicator(ChannelCommunicator):
 
     @property
     def channel(self) -> Any:
-        inner = channel_of(resolved(self.inner))
+        inner = getattr(resolved(self.inner), "channel", None)
         if inner is not None and self._counting is None:
             self._counting = _CountingChannel(inner, self)
         return self._counting
@@ -183,7 +177,7 @@ class _CountingChannel(Channel):
 
     def __init__(self, inner: Channel, counting: CountingCommunicator) -> None:
         super().__init__(inner.transport)
-        self.skip_at_exit()
+        watched_channels.discard(self)
         self._inner, self._counting = inner, counting
         self.watchdog, self.send_refusal = inner.watchdog, inner.send_refusal  # type: ignore[method-assign]
 

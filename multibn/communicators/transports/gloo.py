@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from multibn.communicators.channel import HostArray
+from multibn._typing import HostArray
 from multibn.communicators.polling import Poll, chain, poll
 from multibn.communicators.watchdog import check_timeout
 

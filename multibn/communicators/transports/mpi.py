@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakSet
 
 import numpy as np
 
+from multibn._typing import HostArray
 from multibn.communicators.channel import (
     Begin,
     Channel,
     ChannelCommunicator,
-    HostArray,
     Transport,
     spin_seconds,
 )
 from multibn.communicators.communicator import Outside, SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
-from multibn.communicators.exit import is_fork_of_mpi
+from multibn.communicators.exit import inherited, watched_channels
 from multibn.communicators.polling import Poll, poll
 from multibn.communicators.watchdog import Status
 
@@ -110,7 +109,13 @@ class MPI(ChannelCommunicator):
 
     @cached_property
     def channel(self) -> Channel:
-        return channel_of(self.mpi_comm)
+        channel: Any = self.mpi_comm.Get_attr(_keyval())
+        if channel is None:
+            channel = Channel(_Transport(self.mpi_comm))
+            if "mpi" in inherited:
+                channel.abandon_after_fork()
+            self.mpi_comm.Set_attr(_keyval(), channel)
+        return cast(Channel, channel)
 
     def split(self, color: int, key: int = 0) -> "MPI":
         return MPI(self.mpi_comm.Split(color, key))
@@ -231,9 +236,6 @@ class _Transport(Transport):
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
         return self._notices
 
-    def finish(self) -> None:
-        """Do nothing: MPI delivers what was sent."""
-
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
@@ -278,18 +280,6 @@ class _Sum:
         return self._request is not None
 
 
-def channel_of(comm: "Comm") -> Channel:
-    """The channel of all handles of one mpi4py communicator."""
-    channel: Any = comm.Get_attr(_keyval())
-    if channel is None:
-        channel = Channel(_Transport(comm))
-        _channels.add(channel)
-        if is_fork_of_mpi():
-            channel.abandon_after_fork()
-        comm.Set_attr(_keyval(), channel)
-    return cast(Channel, channel)
-
-
 @cache
 def _keyval() -> int:
     """The key under which MPI keeps the channel with the communicator, and lets go of both."""
@@ -304,14 +294,12 @@ def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
     """The user frees a communicator, which is collective; or MPI_Finalize frees the world."""
     from mpi4py import MPI as mpi
 
-    if not is_fork_of_mpi() and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+    if "mpi" not in inherited and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         channel.close()
 
 
 def _on_finalize(*_: object) -> None:
     """Send nothing at the end of the process: MPI can no longer be used."""
-    for channel in list(_channels):
-        channel.skip_at_exit()
-
-
-_channels: WeakSet[Channel] = WeakSet()
+    for channel in list(watched_channels):
+        if isinstance(channel.transport, _Transport):
+            watched_channels.discard(channel)

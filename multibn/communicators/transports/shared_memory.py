@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from multibn._platform import how_to_build_core, pid_space, process_state
-from multibn.communicators.channel import Begin, HostArray, spin_seconds
+from multibn._typing import HostArray
+from multibn.communicators.channel import Begin, spin_seconds
 from multibn.communicators.polling import Poll, barrier, wait_for_key
 from multibn.communicators.watchdog import RankLostError
 

@@ -9,17 +9,11 @@ import torch
 import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
-from multibn._typing import Array
-from multibn.communicators.channel import (
-    Begin,
-    Channel,
-    ChannelCommunicator,
-    HostArray,
-    Transport,
-)
+from multibn._typing import Array, HostArray
+from multibn.communicators.channel import Begin, Channel, ChannelCommunicator, Transport
 from multibn.communicators.communicator import Outside, SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
-from multibn.communicators.exit import is_fork_of_torch, release_gil_at_exit
+from multibn.communicators.exit import inherited, release_gil_at_exit
 from multibn.communicators.polling import Poll, barrier, chain
 from multibn.communicators.resolve import as_communicator, world
 from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
@@ -129,7 +123,16 @@ class TorchDistributed(ChannelCommunicator):
 
     @property
     def channel(self) -> Channel:
-        return channel_of(self.group)
+        group, channels = self.group, world().channels
+        channel: Channel | None = channels.get(group)
+        if channel is None:
+            release_gil_at_exit()
+            channel = channels[group] = Channel(_Transport(group))
+            # torch tells nobody that a group was destroyed, but drops it.
+            weakref.finalize(group, channel.close).atexit = False
+            if dist.group.WORLD in inherited:
+                channel.abandon_after_fork()
+        return channel
 
     def reduces_on_device(self, x: Array, /) -> bool:
         kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
@@ -241,9 +244,12 @@ class _Transport(Transport):
         return torch.device(kind)
 
     def close(self, *, failed: bool, at_exit: bool = False) -> None:
-        # Torch prints a trace where the process that keeps the store has ended.
-        if not (failed or at_exit) and dist.is_initialized() and self.board is not None:
-            self.board.clear(self.size)
+        if self.board is not None and not failed:  # perhaps by a broken network
+            if at_exit:
+                self.board.finish()
+            # Torch prints a trace where the process that keeps the store has ended.
+            elif dist.is_initialized():
+                self.board.clear(self.size)
         if self._private_gloo is not None:
             self._private_gloo.close(failed=failed)
         if self._shared_memory is not None:
@@ -257,20 +263,6 @@ class _Transport(Transport):
         world().channels.clear()
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
-
-
-def channel_of(group: dist.ProcessGroup) -> Channel:
-    """The channel of all handles of one process group."""
-    channels = world().channels
-    channel: Channel | None = channels.get(group)
-    if channel is None:
-        release_gil_at_exit()
-        channel = channels[group] = Channel(_Transport(group))
-        # torch tells nobody that a group was destroyed, but drops it.
-        weakref.finalize(group, channel.close).atexit = False
-        if is_fork_of_torch(dist.group.WORLD):
-            channel.abandon_after_fork()
-    return channel
 
 
 def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -18,7 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from multibn import _platform
-from multibn.communicators.channel import HostArray, spin_seconds
+from multibn._typing import HostArray
+from multibn.communicators.channel import spin_seconds
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import (
