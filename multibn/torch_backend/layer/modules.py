@@ -19,14 +19,16 @@ from multibn.torch_backend.layer.base import LOCAL, SyncNormBase
 from multibn.torch_backend.layer.step_statistics import step_statistics
 
 
-def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """A node of torch.fx that calls `layer`, as torch.fx makes one for each of torch's own layers.
 
     One of the arguments is a torch.fx.Proxy.
     """
     proxy = next(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy))
     tracer: Any = proxy.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
+    path = tracer.path_of_module(layer)
+    node: Tensor = tracer.create_proxy("call_module", path, args, kwargs)
+    return node
 
 
 def without_none(**options: Any) -> dict[str, Any]:

@@ -94,8 +94,7 @@ class SyncGroupNorm(SyncGroupsBase, nn.GroupNorm):
 
     Collective, in evaluation, too: every rank of `process_group` must call the layer, with the same
     N samples. One allreduce each way, of 2NG+4 and 2NG+2 float64 numbers for G groups, and one more
-    for each new N. Gradients of weight and bias are sums over this rank's part: add them over the
-    ranks of a sample. See docs/guides/who-shares-what.md.
+    for each new N. Gradients of weight and bias are sums over this rank's part: add them up.
 
     Raises
     ------
@@ -117,6 +116,5 @@ class SyncGroupNorm(SyncGroupsBase, nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
-            y: Tensor = call_node(self, input)
-            return y
+            return call_node(self, input)
         return self.normalize(input, self.num_channels)[0]

@@ -20,8 +20,7 @@ class _SyncInstanceNorm(SyncGroupsBase, _NormBase):
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
-            node: Tensor = call_node(self, input)
-            return node
+            return call_node(self, input)
         x: Any = input
         is_sample = isinstance(x, Tensor) and x.ndim == self._get_no_batch_dim()
         x = x.unsqueeze(0) if is_sample else x

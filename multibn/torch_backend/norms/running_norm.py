@@ -49,10 +49,9 @@ class RunningNorm(nn.Module):
         check_eps(eps)
         check_number("clip", clip, "(0, inf)", none="any output")
         self.eps, self.clip, self.process_group = eps, clip, as_communicator(process_group)
-        zeros = torch.zeros(self.shape, dtype=torch.float64, device=None)
-        self.register_buffer("mean", zeros)
-        self.register_buffer("var", torch.ones_like(zeros))
-        self.register_buffer("count", zeros.new_zeros(()))
+        zeros = torch.zeros(self.shape, dtype=torch.float64)
+        for name, value in (("mean", zeros), ("var", zeros + 1), ("count", zeros.new_zeros(()))):
+            self.register_buffer(name, value)
         self.freeze(False)
 
     def freeze(self, frozen: bool = True) -> None:
@@ -79,9 +78,7 @@ class RunningNorm(nn.Module):
         FloatingPointError if one has seen NaN or infinity; what is new is dropped then.
         """
         old = [*self.buffers()]
-        new = [
-            torch.as_tensor(v).to(b).expand(b.shape) for v, b in zip(self._new, old, strict=True)
-        ]
+        new = [torch.as_tensor(v).to(b).expand_as(b) for v, b in zip(self._new, old, strict=True)]
         self.freeze(self.frozen)
         place = f"{self}.synchronize() with count={float(old[2]):g}"
         of_all = running.merged_over_ranks(old, new, self.process_group, place)
