@@ -94,13 +94,6 @@ UNUSED_LAYER_ADVICE = (
 )
 
 
-def advice_for(texts: Iterable[str]) -> str:
-    """Return the advice at the end of an error about ranks in different places."""
-    return (
-        UNUSED_LAYER_ADVICE if all("(backward, " in text for text in texts) else SAME_LAYERS_ADVICE
-    )
-
-
 _has_warned = False
 
 

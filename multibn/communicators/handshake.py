@@ -11,7 +11,8 @@ from multibn import _version, wire
 from multibn.communicators.channel import check_kinds, resolved
 from multibn.communicators.communicator import gather
 from multibn.communicators.diagnostics import (
-    advice_for,
+    SAME_LAYERS_ADVICE,
+    UNUSED_LAYER_ADVICE,
     display_name,
     group_ranks_by,
     log_and_raise,
@@ -124,7 +125,9 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
             "chainer.using_config('train', False).",
         )
     texts = next(each for each in (texts, *others) if len({*each}) > 1)
+    are_backward = all("(backward, " in text for text in texts)
+    advice = UNUSED_LAYER_ADVICE if are_backward else SAME_LAYERS_ADVICE
     log_and_raise(
         RuntimeError,
-        f"the ranks are in different places: {group_ranks_by(texts)}. {advice_for(texts)}",
+        f"the ranks are in different places: {group_ranks_by(texts)}. {advice}",
     )

@@ -17,7 +17,7 @@ from multibn import wire
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array, HostArray
 from multibn.communicators import nonfinite
-from multibn.communicators.channel import Begin, Compared, resolved
+from multibn.communicators.channel import Compared, resolved
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess
 from multibn.communicators.deferred_checks import IN_GRAPH_MEMORY, is_captured, stream_of
 from multibn.communicators.diagnostics import (
@@ -28,7 +28,6 @@ from multibn.communicators.diagnostics import (
     raise_for_refusal,
 )
 from multibn.communicators.handshake import handshake, raise_for_mismatch
-from multibn.communicators.watchdog import Watchdog
 from multibn.wire import Message
 
 MOST_PLANS = 64  # of a layer: more are made anew in time
@@ -88,11 +87,6 @@ class LayerCommunicator(Forwarding):
                 self._plans.clear()
             self._plans[str(before)] = self.plans
             self.plans = self._plans.pop(str(self.texts), {})
-
-    @property
-    def num_messages(self) -> int:
-        """How many messages the layer has sent."""
-        return sum(phase._calls[0] for phase in self.phases.values())
 
     def _look_up(self) -> Communicator:
         return self.communicator
@@ -193,17 +187,8 @@ class LayerPhase(Forwarding):
     compared their layers.
     """
 
-    facts: tuple[str, ...]  # details for messages if the names of the layers agree
-    place: str
-    _fingerprint: float
-    # The channel's, from the first message on; memory of a payload, and what sums it with a head.
-    _watchdog: Watchdog
+    # From the first message on: memory of the channel's.
     _payload: HostArray | None = None
-    _begin: Begin
-    # That head, and what a rank sends there. NumPy takes 1.2 us to copy a few numbers, memoryviews
-    # 0.1.
-    _head: memoryview
-    _sent_head: memoryview
 
     def __init__(
         self,
@@ -232,6 +217,7 @@ class LayerPhase(Forwarding):
         self._reduce = getattr(group, "allreduce_in_place", group.allreduce)
         head = self._handshake(like) if group.size != 1 else []
         self._size, self.mark = int(group.size), wire.rank_bit(group.rank)
+        # NumPy takes 1.2 us to copy a few numbers, memoryviews 0.1.
         self._sent_head = np.array(head).data
         # What all ranks together send, if each sends the same.
         self._expected = [self._size * v for v in head]
@@ -333,6 +319,7 @@ class LayerPhase(Forwarding):
         call = self._call(self._calls[0] + 1)
         with on_device_of(like):
             name, number = handshake(layer, self._group, channels, call)
+        # Details for messages if the names of the layers agree.
         self.facts = self.gradients, width, f"{width}, layer {number} by the first call"
         self.place = f"{name} {self.name}: {self.facts[-1]} {self.kind}"
         facts = f"{self.place} {self.gradients}"

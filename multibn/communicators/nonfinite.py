@@ -41,25 +41,20 @@ def raise_if_nonfinite(
 ) -> None:
     """Raise if a sum of payloads, perhaps of an `earlier` call, shows a batch that is not finite.
 
-    Returns where the sum is finite, and where the batch is to be skipped.
+    If the batch is to be skipped, warn once a second.
     """
-    name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
+    global _warned_at
     marks = wire.rank_bits_in(summed)
     if not marks:
         return
     where = describe_ranks(marks, communicator.size)
     if not skips(communicator, dtype):
+        name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
         log_and_raise(
             FloatingPointError,
             f"the batch statistics of {name} are not finite: the input contains NaN, infinity or "
             f"values that overflow on {where}. Check the preceding layers.",
         )
-    _warn_of_skip(communicator, where)
-
-
-def _warn_of_skip(communicator: Any, where: str) -> None:
-    """Warn that a layer has skipped a batch, once a second."""
-    global _warned_at
     now = time.monotonic()
     if now - _warned_at < _SECONDS_BETWEEN_WARNINGS or getattr(communicator, "repeats", False):
         return
@@ -70,7 +65,7 @@ def _warn_of_skip(communicator: Any, where: str) -> None:
         f"overflow on {where}. The output is NaN, and the running statistics are unchanged. A "
         'GradScaler skips such a step; without one, pass nonfinite="raise".',
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=1,
     )
 
 

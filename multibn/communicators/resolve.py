@@ -57,7 +57,6 @@ _WRAPPERS = {
     ("torch", "DeviceMesh"): _TORCH,
 }
 
-_Spec: TypeAlias = str | int
 _LOCAL = SingleProcess()
 
 
@@ -234,7 +233,17 @@ class Group(Forwarding):
 
     def __init__(self, parent: CommunicatorLike, spec: Any, /) -> None:
         self.parent = as_communicator(parent)
-        self.spec = _checked(spec)
+        if not _is_spec(spec):
+            raise TypeError(
+                f"a group must be 'machine' or a number of consecutive ranks: got {spec!r} of type "
+                f"{type(spec).__qualname__}." + _OF_LISTS * isinstance(spec, list | tuple)
+            )
+        if spec != "machine" and spec < 1:
+            raise ValueError(
+                f"a group must have 1 or more consecutive ranks: got {spec}. "
+                "Pass 'machine' for the ranks on the same machine, None for all."
+            )
+        self.spec: str | int = spec
         self._key = identity(self.parent), self.spec
         self.follows_default_group = getattr(self.parent, "follows_default_group", False)
 
@@ -251,31 +260,14 @@ class Group(Forwarding):
     def _look_up(self) -> Communicator:
         table = world().resolved if self.follows_default_group else _resolved
         if self._key not in table:
-            table[self._key] = self._find(), self.parent
+            if isinstance(self.spec, int):
+                found = _consecutive(self.parent, self.spec)
+            else:
+                found = _on_same_machine(self.parent)
+            table[self._key] = found, self.parent
         found, parent = table[self._key]
         # This object's own parent: the process group of the table's may have been destroyed.
         return self.parent if found is parent else found
-
-    def _find(self) -> Communicator:
-        """This process's group. Collective over `parent`."""
-        if isinstance(self.spec, int):
-            return _consecutive(self.parent, self.spec)
-        return _on_same_machine(self.parent)
-
-
-def _checked(spec: Any) -> _Spec:
-    """The spec of a `Group`, which can be a key."""
-    if not _is_spec(spec):
-        raise TypeError(
-            f"a group must be 'machine' or a number of consecutive ranks: got {spec!r} of type "
-            f"{type(spec).__qualname__}." + _OF_LISTS * isinstance(spec, list | tuple)
-        )
-    if spec != "machine" and spec < 1:
-        raise ValueError(
-            f"a group must have 1 or more consecutive ranks: got {spec}. "
-            "Pass 'machine' for the ranks on the same machine, None for all."
-        )
-    return cast(_Spec, spec)
 
 
 def _is_spec(obj: Any) -> bool:

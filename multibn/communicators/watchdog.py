@@ -83,10 +83,7 @@ class Watchdog:
     def exchange_pids(self, allgather: Callable[[Any], list[Any]]) -> None:
         """Learn every rank's process. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
-        self._peers, self.token = (
-            [(machine, space, pid) for _, machine, space, pid in told],
-            told[0][0],
-        )
+        self._peers, self.token = [(*each[1:],) for each in told], told[0][0]
 
     def wait(self, begin: Callable[[], Poll | None], text: object) -> None:
         """Begin a collective, and return when it is done.

@@ -255,29 +255,23 @@ class _Sum:
         self._transport, self._arguments = transport, (mpi.IN_PLACE, memory)
         self._num_begun = 0
         self._request: Any = None  # the persistent one
-        self._done: Poll | None = None  # of that request
 
     def begin(self) -> Poll | None:
-        if self._request is None:
+        request, duplicate = self._request, self._transport.duplicate
+        if request is None:
             self._num_begun += 1
-            if self._num_begun != _PERSISTENT_AFTER_USES or not self._keep_request():
-                request = self._transport.duplicate.Iallreduce(*self._arguments)
-                return partial(poll, request.Test, spin_seconds=self._transport.spin_seconds)
-        self._request.Start()
-        for _ in range(_SPIN_POLLS):
-            if self._request.Test():
-                return None
-        return self._done
-
-    def _keep_request(self) -> bool:
-        """Whether the sum has a persistent request from now on."""
-        with suppress(NotImplementedError):
-            self._request = self._transport.duplicate.Allreduce_init(*self._arguments)
-            self._transport.requests.append(self._request)
-            self._done = partial(
-                poll, self._request.Test, spin_seconds=self._transport.spin_seconds
-            )
-        return self._request is not None
+            if self._num_begun == _PERSISTENT_AFTER_USES:
+                with suppress(NotImplementedError):
+                    request = self._request = duplicate.Allreduce_init(*self._arguments)
+                    self._transport.requests.append(request)
+        if request is None:
+            request = duplicate.Iallreduce(*self._arguments)
+        else:
+            request.Start()
+            for _ in range(_SPIN_POLLS):
+                if request.Test():
+                    return None
+        return partial(poll, request.Test, spin_seconds=self._transport.spin_seconds)
 
 
 @cache

@@ -37,9 +37,8 @@ _NUMBER = 8  # bytes of a float64
 # Numbers of a message's first part: each rank reads what all ranks write, and an engine is better
 # at more. Memory that nobody has written to is not used.
 SLOT_NUMBERS = 2**16
-_SLOT = _NUMBER * (
-    SLOT_NUMBERS + 8
-)  # bytes; slots that begin in the same lines of caches would push
+# Bytes; slots that begin in the same lines of caches would push.
+_SLOT = _NUMBER * (SLOT_NUMBERS + 8)
 _GATE = 256  # bytes, see _shared_memory.c
 _LOOK = 0.02  # seconds between two looks at whether the other processes live
 _TRIAL = 2**16  # bytes that must be had before the others are told of the memory

@@ -1,7 +1,7 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,8 +158,15 @@ class TorchDistributed(ChannelCommunicator):
         rows.sort(key=lambda row: int(row[0]))
         colors = sorted({c for _, c, _ in rows})
         members = {c: tuple(r for _, d, r in rows if d == c) for c in colors}
-        if self._ranks is None:
-            make_groups(members.values())
+        # All ranks of the default group are here, and make the groups together.
+        for group_ranks in members.values() if self._ranks is None else ():
+            in_order = tuple(sorted(group_ranks))
+            # Not those of `world().made`: a rank inside may know the group from elsewhere.
+            if in_order not in world().split:
+                world().split.add(in_order)
+                group = dist.new_group(list(in_order))
+                if not is_outsiders_marker(group):
+                    world().made[in_order] = group
         return restore(members[color])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -283,18 +290,6 @@ def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
         made[key] = dist.new_group(list(key), use_local_synchronization=True)
     found: dist.ProcessGroup = made[key]
     return found
-
-
-def make_groups(members: Iterable[tuple[int, ...]]) -> None:
-    """Make groups of global ranks. Collective over the default group."""
-    for ranks in members:
-        key = tuple(sorted(ranks))
-        # Not `key in world().made`: a rank inside the group may know the group from elsewhere.
-        if key not in world().split:
-            world().split.add(key)
-            group = dist.new_group(list(key))
-            if not is_outsiders_marker(group):
-                world().made[key] = group
 
 
 _SUM = dist.AllreduceOptions()
