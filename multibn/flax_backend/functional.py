@@ -174,14 +174,15 @@ def _run(
     axis, dtype = args.axis, reference.arithmetic_dtype(jnp, x.dtype)
     n, is_wide = steps.at_least_one(count), dtype == jnp.float64
     x = reference.masked(x.astype(dtype), args.mask)
-    centre = lax.stop_gradient(jnp.sum(x, axis=axis) / n).astype(dtype)
+    # Rounded by a conversion, which cannot be fused into one operation with the subtraction.
+    centre = lax.stop_gradient(jnp.sum(x, axis=axis) * (1.0 / n)).astype(dtype)
     if is_wide:  # a trace cannot check for cancellation: all subtract a common mean
         sent = lax.stop_gradient(wire.concat([centre * weight, jnp.reshape(weight, (1,))]))
         total = shared.allreduce(sent)
         centre = jnp.reshape(total[:-1] / jnp.where(total[-1] == 0, 1.0, total[-1]), centre.shape)
     d = reference.masked(x - reference.per_channel(centre, x, axis), args.mask)
     sum_dtype = jnp.promote_types(options.sum_dtype, dtype).name
-    first, second = (_sum(v, axis, sum_dtype) / n for v in (d, d * d))
+    first, second = (v / n for v in _sums(d, axis, sum_dtype))
     # With `is_wide`, the mean in the message is relative to the common centre.
     own = jnp.zeros_like(first) if is_wide else steps.as_wide(centre)
     mean = own + first
@@ -192,8 +193,9 @@ def _run(
     scales = scales if scale is None else scales * steps.as_wide(scale)
     shifts = (own - of_y.mean) * scales
     shifts = shifts if bias is None else shifts + steps.as_wide(bias)
-    rows = [reference.per_channel(v.astype(dtype), x, axis) for v in (scales, shifts)]
-    y = reference.masked((d * rows[0] + rows[1]).astype(args.x.dtype), args.mask)
+    rows = _computed_once(scales.astype(dtype), shifts.astype(dtype))
+    scales, shifts = (reference.per_channel(v, x, axis) for v in rows)
+    y = reference.masked((d * scales + shifts).astype(args.x.dtype), args.mask)
     batch, _ = steps.statistics_of(args, lax.stop_gradient(summed), weight, count)
     if is_wide:
         batch = batch._replace(mean=batch.mean + centre)
@@ -260,17 +262,27 @@ def _weigh(args: NormArgs, weighting: Weighting, shared: Any) -> tuple[Array, Ar
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _sum(v: Array, axis: tuple[int, ...], dtype: str) -> Array:
-    """The sum of `v`, made in `dtype`; that of its tangent is in the dtype of `v`.
-
-    The gradient is then a number for each channel in this dtype, which XLA spreads without a
-    conversion of each element.
-    """
-    return jnp.sum(v, axis=axis, dtype=dtype).astype(jnp.float64)
+def _sums(d: Array, axis: tuple[int, ...], dtype: str) -> tuple[Array, ...]:
+    """The sums of `d` and of `d * d`, made in `dtype`; tangents are summed in the dtype of `d`."""
+    return tuple(jnp.sum(v, axis=axis, dtype=dtype).astype(jnp.float64) for v in (d, d * d))
 
 
-@_sum.defjvp
-def _sum_jvp(axis: Any, dtype: str, primals: Any, tangents: Any) -> tuple[Array, Array]:
+@_sums.defjvp
+def _sums_jvp(axis: Any, dtype: str, primals: Any, tangents: Any) -> Any:
+    (d,), (t,) = primals, tangents
     with jax.enable_x64(True):  # JAX may call this when the program around has ended
-        tangent = jnp.sum(tangents[0], axis=axis).astype(jnp.float64)
-        return _sum(primals[0], axis, dtype), tangent
+        found = _computed_once(*(jnp.sum(v, axis=axis) for v in (t, 2 * d * t)))
+        return _sums(d, axis, dtype), tuple(v.astype(jnp.float64) for v in found)
+
+
+def _computed_once(*arrays: Array) -> Array:
+    """Stack arrays of channels, before XLA broadcasts them to an activation, or their gradients.
+
+    XLA for CPU would fuse the arithmetic behind them into the loop over the activation, float64
+    and all, and repeat it for each element. It fuses no product of matrices.
+    """
+    return lax.platform_dependent(
+        jnp.stack(arrays),
+        cpu=lambda rows: jnp.tensordot(jnp.eye(2, dtype=rows.dtype), rows, 1),
+        default=lambda rows: rows,
+    )

@@ -146,6 +146,17 @@ def check_sums_in_float32_cost_a_ten_millionth() -> None:
     assert data.errors(found)[0] < 2e-6
 
 
+def check_arithmetic_on_channels_is_not_repeated_for_each_element() -> None:
+    def loss(x: Any) -> Any:
+        return (sync_batch_norm(x)[0] ** 2).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(jnp.ones((1024, 64))).compile().as_text()
+    loops = [each for each in text.split("\n\n") if "ROOT" in each and "f32[1024,64]" in each]
+    loops = [each for each in loops if not each.startswith("ENTRY")]
+    repeated = [each.count("= f64[64]{0} multiply(") for each in loops]
+    assert len(loops) > 1 and max(repeated) == 1, repeated  # 1: the mean, which is then rounded
+
+
 def check_forward_sends_one_message() -> None:
     def forward(x: Any) -> Any:
         return sync_batch_norm(x, axis_name="devices")[0]
