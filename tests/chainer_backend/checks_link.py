@@ -25,6 +25,7 @@ from tests.chainer_backend.test_second_order import Graph
 from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.normalized import normalized
+from tests.helpers.ranks import refusal
 from tests.helpers.spread import OTHERS
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
@@ -244,11 +245,8 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
         ({"running_mean": np.zeros(6), "running_var": np.ones(4)}, "must have one shape, the last"),
         ({"decay": 3}, r"`decay` must be in \[0, 1\]: got 3"),
     ):
-        refused: dict[str, Any] = wrong
-        error = pytest.raises(ValueError, match=found)
-        others = pytest.raises(RuntimeError, match=r"was rejected on rank\(s\) \[1\]")
-        with error if world.rank == 1 else others:
-            options = refused if world.rank == 1 else {}
+        options: Any = wrong if world.rank == 1 else {}
+        with refusal(world, 1, ValueError, found):
             normalize(whole[mine], *arrays, world, **options)
     moved: dict[str, Any] = {"running_mean": np.zeros(6), "running_var": np.ones(6)}
     moved["decay"] = 0.5 if world.rank == 1 else 0.9

@@ -1,5 +1,6 @@
 """Fine-tuning of population statistics in one process."""
 
+from functools import partial
 from typing import Any
 
 import chainer
@@ -15,10 +16,12 @@ from multibn.chainer_backend import (
     step_statistics,
 )
 from multibn.engine.statistics import OneValueError
+from tests.engine import test_population_of_models as population
+from tests.engine.test_population_of_models import batches, rows
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
-C = 3
-LOCAL = SingleProcess()
+CHAINER = population.Chainer()
+C, LOCAL = population.C, SingleProcess()
 
 
 def plain() -> Any:
@@ -29,23 +32,7 @@ def shared(communicator: Any = LOCAL) -> Any:
     return MultiNodeBatchNormalization(C, communicator, dtype=np.float64)
 
 
-def batches(sizes: Any = (4, 6, 1), seed: int = 0) -> list[Any]:
-    rng = np.random.default_rng(seed)
-    return [rng.normal(i, 1 + i, (n, C, 2 + i)) for i, n in enumerate(sizes)]
-
-
-def rows(xs: list[Any]) -> Any:
-    return np.concatenate([np.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in xs], axis=1)
-
-
-def assert_population(link: Any, xs: list[Any]) -> None:
-    np.testing.assert_allclose(link.avg_mean, rows(xs).mean(1), rtol=1e-10)
-    np.testing.assert_allclose(link.avg_var, rows(xs).var(1, ddof=1), rtol=1e-10)
-
-
-def finetune(iterator: Any, target: Any, comm: Any = None, **options: Any) -> None:
-    options = {"converter": None, "progress": False} | options
-    FinetunePopulationStatistics(iterator, target, comm, **options)()
+assert_population, finetune = partial(population.assert_population, CHAINER), CHAINER.run
 
 
 def test_links_without_data_stay() -> None:

@@ -127,7 +127,7 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
         (torch.zeros(2, device="meta"), "a dense array or tensor of real numbers of at most 8 b"),
         (
             torch.zeros(2, 2).to(torch.float8_e5m2),
-            r"dense and have a dtype that NumPy supports: .* Conv",
+            r"dense and .* dtype that NumPy supports: .* Conv",
         ),
         (torch.zeros(2, dtype=torch.complex64), "a dense array or tensor of real .*: got comp"),
     ],
@@ -292,16 +292,8 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         ("a\0.npz", "a.pt", "no such file"),
         ("", "a.pt", "the suffix must be one of"),
         ("a.npz", "b.txt", r"b\.txt: the suffix must be one of \.npz, \.pt, .*: got '\.txt'"),
-        (
-            "a.npz",
-            "b",
-            r"got 'none'\. The suffix says .*: rename the file\. .* b\.npz, and then `p",
-        ),
-        (
-            "a.h5",
-            "a.pt",
-            r"got '\.h5'\. HDF5 is not supported: load the file with .*load_hdf5, and save",
-        ),
+        ("a.npz", "b", r"got 'none'\. The suffix says .*: rename the file\. .* b\.npz, and then"),
+        ("a.h5", "a.pt", r"got '\.h5'\. HDF5 is not supported: load the file with .*load_hdf5"),
         ("a.npz", "a.hdf5", "HDF5 is not supported"),
     ):
         with pytest.raises(CheckpointError, match=message):

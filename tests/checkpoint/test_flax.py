@@ -85,15 +85,18 @@ class Framework:
         return call("head.fc", self.mean(x))
 
     relu: Any
-    call: Any
     pool: Any
     concat: Any
     mean: Any
+    call: Any
 
 
 class Torch(Framework):
     suffix = ".pt"
     relu = staticmethod(TF.relu)
+    pool = staticmethod(lambda x: TF.max_pool2d(x, 2))
+    concat = staticmethod(lambda x, y: torch.cat([x, y], 1))
+    mean = staticmethod(lambda x: x.mean((2, 3)))
 
     def __init__(self, layers: dict[str, Layer]) -> None:
         make: Any = {
@@ -115,15 +118,6 @@ class Torch(Framework):
         layer: Any = self.model.get_submodule(name)
         return layer(x)
 
-    def pool(self, x: Any) -> Any:
-        return TF.max_pool2d(x, 2)
-
-    def concat(self, x: Any, y: Any) -> Any:
-        return torch.cat([x, y], 1)
-
-    def mean(self, x: Any) -> Any:
-        return x.mean((2, 3))
-
     def load(self, path: Path) -> None:
         self.model.load_state_dict(torch.load(path))
 
@@ -135,6 +129,9 @@ class Torch(Framework):
 class Chainer(Framework):
     suffix = ".npz"
     relu = staticmethod(CF.relu)
+    pool = staticmethod(lambda x: CF.max_pooling_2d(x, 2))
+    concat = staticmethod(lambda x, y: CF.concat([x, y], 1))
+    mean = staticmethod(lambda x: CF.mean(x, (2, 3)))
 
     def __init__(self, layers: dict[str, Layer]) -> None:
         make: Any = {
@@ -154,15 +151,6 @@ class Chainer(Framework):
         block, _, leaf = name.partition(".")
         return self.model[block][leaf](x)
 
-    def pool(self, x: Any) -> Any:
-        return CF.max_pooling_2d(x, 2)
-
-    def concat(self, x: Any, y: Any) -> Any:
-        return CF.concat([x, y], 1)
-
-    def mean(self, x: Any) -> Any:
-        return CF.mean(x, (2, 3))
-
     def load(self, path: Path) -> None:
         chainer.serializers.load_npz(path, self.model)
 
@@ -174,6 +162,9 @@ class Chainer(Framework):
 class Flax(Framework):
     suffix = ".msgpack"
     relu = staticmethod(jax.nn.relu)
+    pool = staticmethod(lambda x: linen.max_pool(x, (2, 2), (2, 2)))
+    concat = staticmethod(lambda x, y: jnp.concatenate([x, y], -1))
+    mean = staticmethod(lambda x: x.mean((1, 2)))
 
     def __init__(self, layers: dict[str, Layer]) -> None:
         some: Any = {"rngs": nnx.Rngs(0), "kernel_init": nnx.initializers.zeros}  # is loaded
@@ -204,15 +195,6 @@ class Flax(Framework):
     def call(self, name: str, x: Any) -> Any:
         block, _, leaf = name.partition(".")
         return getattr(getattr(self.model, block), leaf)(x)
-
-    def pool(self, x: Any) -> Any:
-        return linen.max_pool(x, (2, 2), (2, 2))
-
-    def concat(self, x: Any, y: Any) -> Any:
-        return jnp.concatenate([x, y], -1)
-
-    def mean(self, x: Any) -> Any:
-        return x.mean((1, 2))
 
     def load(self, path: Path) -> None:
         variables = serialization.msgpack_restore(path.read_bytes())

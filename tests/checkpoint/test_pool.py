@@ -123,10 +123,7 @@ def test_integers_are_never_averaged() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"x": np.zeros(2)},
-            r"have 'x', .*: got none in states\[0\] and \(2,\) float64 in st.*\[1",
-        ),
+        ({"x": np.zeros(2)}, r"have 'x', .*: got none in states\[0\] and \(2,\) float64 in st"),
         ({"bn/avg_var": None}, r"'bn/avg_var', .* got \(3,\) float64 in states\[0\] and none in "),
         ({"bn/avg_mean": np.zeros(4)}, r"'bn/avg_mean', .* and \(4,\) float64 in states\[1\]\. P"),
         ({"bn/avg_mean": np.zeros(3, "f4")}, r"one shape and dtype: .* and \(3,\) float32 in sta"),
@@ -164,10 +161,7 @@ def test_wrong_counts_are_refused(counts: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (
-            lambda s: [list(one.values()) for one in s],
-            r"list in the list\. Convert lists of arrays",
-        ),
+        (lambda s: [list(one.values()) for one in s], r"list in the list\. Convert lists of array"),
         (lambda s: dict(enumerate(s)), "got dict. Convert"),
         (iter, "got list_iterator. Conv"),
     ],

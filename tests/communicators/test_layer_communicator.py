@@ -222,39 +222,30 @@ def test_unlike_messages_meet_in_an_error_over_a_users_own_class(
         assert f"rank(s) [1] in {named}" in str(error)
 
 
-def test_a_refused_input_meets_another_message_of_a_users_own_class() -> None:
-    def work(world: ThreadCommunicator) -> str:
-        own: Any = _Own(world)
-        phase = Phase(own, "bn")
-        phase.allreduce(np.ones(LENGTH))
-        if world.rank:
-            with pytest.raises(RuntimeError) as raised:
-                all_ranks_agree(own, "average_gradients")
-            return str(raised.value)
-        reject_input(phase.layer)  # the rank that refuses raises by itself
-        return ""
-
-    error = run_ranks(2, work)[1]
-    assert error.startswith("rank 1 stops in average_gradients: the input was rejected on")
-
-
-def test_a_refused_input_meets_a_layer_of_another_width() -> None:
+@pytest.mark.parametrize(
+    "send, place",
+    [
+        (lambda own, wider: all_ranks_agree(own, "average_gradients"), "average_gradients"),
+        (lambda own, wider: wider.allreduce(np.ones(LENGTH + 2)), "bn1 (forward, float32, call 2)"),
+    ],
+)
+def test_a_refused_input_meets_any_message_of_a_users_own_class(
+    send: Callable[..., Any], place: str
+) -> None:
     def work(world: ThreadCommunicator) -> str:
         own: Any = _Own(world)
         phases = [Phase(own, f"bn{n}") for n in (0, 1)]
         for n, phase in enumerate(phases):
             phase.allreduce(np.ones(LENGTH + 2 * n))
         if world.rank:
-            reject_input(phases[0].layer)
+            reject_input(phases[0].layer)  # the rank that refuses raises by itself
             return ""
         with pytest.raises(RuntimeError) as raised:
-            phases[1].allreduce(np.ones(LENGTH + 2))
+            send(own, phases[1])
         return str(raised.value)
 
-    assert run_ranks(2, work)[0].startswith(
-        "rank 0 stops in bn1 (forward, float32, call 2): the input was rejected on rank(s) "
-        "[1] of 2. See the error"
-    )
+    said = f"rank 0 stops in {place}: the input was rejected on rank(s) [1] of 2. See the error"
+    assert run_ranks(2, work)[0].startswith(said)
 
 
 @pytest.mark.parametrize(

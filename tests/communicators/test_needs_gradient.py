@@ -5,9 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import require
+from multibn.chainer_backend import MultiNodeBatchNormalization
+from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
+from multibn.torch_backend.reversible import ReversibleSequence
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+import chainer  # isort: skip (multibn makes it importable)
+from chainer import functions as F  # isort: skip
+
+NEEDS = "torch chainer"
 
 TOLD = (
     r"rank\(s\) \[0\] in {0} \(forward, float32, call 1\), with gradients; "
@@ -19,63 +29,51 @@ def _learn(y: Any) -> None:
     (y**2).sum().backward()
 
 
-def _without(torch: Any, first: Any, bn: Any, x: Any) -> None:
+def _without(first: Any, bn: Any, x: Any) -> None:
     with torch.no_grad():
         bn(first(x))
 
 
-def _scale_frozen(torch: Any, first: Any, bn: Any, x: Any) -> None:
+def _scale_frozen(first: Any, bn: Any, x: Any) -> None:
     bn.weight.requires_grad_(False)
     _learn(bn(first(x)))
 
 
-def _checkpointed(torch: Any, first: Any, bn: Any, x: Any) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    from multibn.torch_backend import checkpoint_contexts
-
+def _checkpointed(first: Any, bn: Any, x: Any) -> None:
     options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
     _learn(checkpoint(lambda x: bn(first(x)), x.requires_grad_(), **options))
 
 
-def _reversible(torch: Any, first: Any, bn: Any, x: Any, mode: Any = "reversible") -> None:
-    from multibn.torch_backend.reversible import ReversibleSequence
-
+def _reversible(first: Any, bn: Any, x: Any, mode: Any = "reversible") -> None:
     y = first(x)
-    _learn(sum(ReversibleSequence([(bn, torch.nn.Identity())], mode=mode)(y, y)))
+    _learn(sum(ReversibleSequence([(bn, nn.Identity())], mode=mode)(y, y)))
 
 
-def _twice(torch: Any, first: Any, bn: Any, x: Any) -> None:
+def _twice(first: Any, bn: Any, x: Any) -> None:
     x.requires_grad_()
     (dx,) = torch.autograd.grad((bn(first(x)) ** 2).sum(), x, create_graph=True)
     _learn(dx)
 
 
 PROGRAMS: dict[str, Callable[..., object]] = {
-    "trained": lambda torch, first, bn, x: _learn(bn(first(x))),
-    "frozen": lambda torch, first, bn, x: _learn(bn(first.requires_grad_(False)(x))),
+    "trained": lambda first, bn, x: _learn(bn(first(x))),
+    "frozen": lambda first, bn, x: _learn(bn(first.requires_grad_(False)(x))),
     "without": _without,
     "scale frozen": _scale_frozen,
-    "empty": lambda torch, first, bn, x: _learn(bn(first(x[:0]))),
+    "empty": lambda first, bn, x: _learn(bn(first(x[:0]))),
     "checkpointed": _checkpointed,
     "reversible": _reversible,
-    "stored": lambda torch, first, bn, x: _reversible(torch, first, bn, x, "stored"),
+    "stored": lambda first, bn, x: _reversible(first, bn, x, "stored"),
     "twice": _twice,
-    "evaluated": lambda torch, first, bn, x: bn.eval()(first(x)),
+    "evaluated": lambda first, bn, x: bn.eval()(first(x)),
 }
 
 
 def _torch(world: ThreadCommunicator, *programs: str) -> None:
     """Run the program of this rank: the first, or on rank 1 the last."""
-    require.need("torch")
-    import torch
-    from torch import nn
-
-    from multibn.torch_backend import SyncBatchNorm
-
     torch.manual_seed(0)
     first, bn = nn.Linear(3, 4), SyncBatchNorm(4, process_group=world)
-    PROGRAMS[programs[-world.rank]](torch, first, bn, torch.randn(5, 3))
+    PROGRAMS[programs[-world.rank]](first, bn, torch.randn(5, 3))
 
 
 @pytest.mark.parametrize("other", ["frozen", "without"])
@@ -97,22 +95,21 @@ def test_programs_that_go_well(programs: tuple[str, ...]) -> None:
     run_ranks(2, lambda world: _torch(world, *programs))
 
 
-def _link_without(chainer: Any, link: Any, x: Any) -> None:
+def _link_without(link: Any, x: Any) -> None:
     with chainer.no_backprop_mode():
         link(x)
 
 
-def _link_forgets(chainer: Any, link: Any, x: Any) -> None:
-    F = chainer.functions
+def _link_forgets(link: Any, x: Any) -> None:
     F.sum(F.forget(link, x) ** 2).backward()
 
 
-def _link_finetunes(chainer: Any, link: Any, x: Any) -> None:
-    chainer.functions.sum(link(x, finetune=True) ** 2).backward()
+def _link_finetunes(link: Any, x: Any) -> None:
+    F.sum(link(x, finetune=True) ** 2).backward()
 
 
 CHAINS: dict[str, Callable[..., object]] = {
-    "trained": lambda chainer, link, x: chainer.functions.sum(link(x) ** 2).backward(),
+    "trained": lambda link, x: F.sum(link(x) ** 2).backward(),
     "without": _link_without,
     "forgets": _link_forgets,
     "finetunes": _link_finetunes,
@@ -120,15 +117,9 @@ CHAINS: dict[str, Callable[..., object]] = {
 
 
 def _chainer(world: ThreadCommunicator, *chains: str) -> None:
-    require.need("chainer")
-    from multibn.chainer_backend import MultiNodeBatchNormalization, compat
-
-    compat.make_importable()
-    import chainer
-
     link = MultiNodeBatchNormalization(4, world)
     x = np.random.default_rng(0).normal(size=(5, 4)).astype("f")
-    CHAINS[chains[-world.rank]](chainer, link, x)
+    CHAINS[chains[-world.rank]](link, x)
 
 
 def test_a_gradient_on_one_rank_only_is_told_in_chainer() -> None:

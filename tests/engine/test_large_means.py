@@ -5,14 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from multibn import SingleProcess, kernels
+from multibn import torch_backend as tb
 from multibn.engine.masks import WEIGHTINGS
 from multibn.engine.plan import NormArgs, Plan
 from multibn.kernels.spec import unpack
-from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 from tests.helpers.spread import spread
+
+NEEDS = "torch"
 
 MEANS = [1.0, 1e3, 1e6, 1e8]
 WHERE = [slice(0, 3), slice(3, 3), slice(3, 9)]  # of a batch on three ranks, of which one is empty
@@ -63,50 +66,42 @@ def test_any_mean_gives_the_numbers_of_centred_inputs(
         assert weights == (float(right_batch.count), float(right_batch.element_weight))
 
 
-def layers() -> dict[str, Any]:
-    """Layers of torch, and how to call them."""
-    import torch
-
-    from multibn import torch_backend as tb
-
-    def mask(x: Any) -> Any:
-        return torch.arange(x.shape[2]) < torch.arange(1, len(x) + 1)[:, None]
-
-    def plain(c: Any) -> Any:
-        return tb.SyncBatchNorm(4, 1e-12, momentum=1.0, process_group=c, dtype=torch.float64)
-
-    def pooled(layer: Any, x: Any) -> Any:
-        with tb.step_statistics(layer):
-            return layer(x[:3]), layer(x[3:])
-
-    def counting_locally(c: Any) -> Any:
-        options: Any = {"weighting": "rank", "running_var": "unbiased_local"}
-        return tb.SyncBatchNorm(4, 1e-12, momentum=1.0, process_group=c, **options).double()
-
-    return {
-        "plain": (plain, lambda layer, x: layer(x)),
-        "local counts": (counting_locally, lambda layer, x: layer(x)),
-        "residual": (plain, lambda layer, x: layer(x, x % 8)),
-        "masked": (plain, lambda layer, x: layer(x, mask=mask(x))),
-        "micro-batches": (plain, pooled),
-        "compiled": (plain, lambda layer, x: torch.compile(layer, backend="aot_eager")(x)),
-        "parts": (
-            lambda c: tb.SubBatchNorm1d(2, 4, 1e-12, momentum=1.0, process_group=c).double(),
-            lambda layer, x: layer(x),
-        ),
-    }
+def plain(c: Any, **options: Any) -> Any:
+    return tb.SyncBatchNorm(4, 1e-12, momentum=1.0, process_group=c, **options).double()
 
 
-@pytest.mark.parametrize(
-    "form", ["plain", "local counts", "residual", "masked", "micro-batches", "compiled", "parts"]
-)
+def pooled(layer: Any, x: Any) -> Any:
+    with tb.step_statistics(layer):
+        return layer(x[:3]), layer(x[3:])
+
+
+def masked(layer: Any, x: Any) -> Any:
+    return layer(x, mask=torch.arange(x.shape[2]) < torch.arange(1, len(x) + 1)[:, None])
+
+
+# Layers, and how to call them.
+FORMS: dict[str, tuple[Any, Any]] = {
+    "plain": (plain, lambda layer, x: layer(x)),
+    "local counts": (
+        partial(plain, weighting="rank", running_var="unbiased_local"),
+        lambda layer, x: layer(x),
+    ),
+    "residual": (plain, lambda layer, x: layer(x, x % 8)),
+    "masked": (plain, masked),
+    "micro-batches": (plain, pooled),
+    "compiled": (plain, lambda layer, x: torch.compile(layer, backend="aot_eager")(x)),
+    "parts": (
+        lambda c: tb.SubBatchNorm1d(2, 4, 1e-12, momentum=1.0, process_group=c).double(),
+        lambda layer, x: layer(x),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(6, 4, 5), (6, 4, 40_000)], ids=["small", "by threads"])
 def test_layers_keep_their_digits_at_large_means(form: str, shape: tuple[int, ...]) -> None:
     """Outputs, gradients of both orders, and running statistics."""
-    require.need("torch")
-    import torch
-
-    make, call = layers()[form]
+    make, call = FORMS[form]
     centred = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).double()
 
     def results(communicator: Any, mean: float) -> tuple[Any, Any]:

@@ -5,12 +5,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess, observing
 from multibn._arrays import to_host
+from multibn.chainer_backend import MultiNodeBatchNormalization
 from multibn.parity.oracle import relative_error
-from tests.helpers import require
+from multibn.torch_backend import (
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    checkpoint_contexts,
+    convert_sub_batchnorm,
+    convert_sync_batchnorm,
+)
 from tests.helpers.ranks import CountingCommunicator, run_ranks
+
+import chainer  # isort: skip (multibn makes it importable)
+from chainer import functions as F  # isort: skip
+
+NEEDS = "torch chainer"
 
 SIZES = [(4,), (3, 0, 5), (0, 0)]  # samples of each rank
 
@@ -21,12 +36,6 @@ def data(sizes: Sequence[int]) -> list[Any]:
 
 
 def torchs(communicator: Any) -> tuple[Any, Callable[[Any], Any]]:
-    require.need("torch")
-    import torch
-    from torch import nn
-
-    from multibn.torch_backend import convert_sync_batchnorm
-
     layers = [nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.BatchNorm1d(4, affine=False)]
     model = convert_sync_batchnorm(nn.Sequential(*layers).double(), communicator)
 
@@ -37,16 +46,9 @@ def torchs(communicator: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def chainers(communicator: Any) -> tuple[Any, Callable[[Any], Any]]:
-    require.need("chainer")
-    import multibn.chainer_backend as mbc  # isort: skip
-    import chainer
-    from chainer import functions as F
-
-    def link() -> Any:
-        options: dict[str, Any] = {"use_gamma": False, "use_beta": False, "eps": 1e-5}
-        return mbc.MultiNodeBatchNormalization(4, communicator, dtype=np.float64, **options)
-
-    model = chainer.Sequential(link(), F.tanh, link())
+    options: Any = {"use_gamma": False, "use_beta": False, "eps": 1e-5, "dtype": np.float64}
+    links = (MultiNodeBatchNormalization(4, communicator, **options) for _ in "ab")
+    model = chainer.Sequential(next(links), F.tanh, next(links))
     return model, lambda x: F.sum(model(chainer.Variable(x))).backward()
 
 
@@ -96,12 +98,6 @@ def test_statistics_of_all_ranks_and_of_one_are_seen(
 
 
 def test_splits_are_seen_apart() -> None:
-    require.need("torch")
-    import torch
-    from torch import nn
-
-    from multibn.torch_backend import SubBatchNorm1d, convert_sub_batchnorm
-
     x = torch.from_numpy(data([4])[0])
     with observing() as seen:
         split = convert_sub_batchnorm(nn.BatchNorm1d(4), 2)
@@ -113,13 +109,6 @@ def test_splits_are_seen_apart() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
 def test_recomputed_and_compiled_passes_are_seen_once() -> None:
-    require.need("torch")
-    import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
-
-    from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
-
     model = nn.Sequential(SyncBatchNorm(4, process_group=SingleProcess())).double()
     bare = SyncBatchNorm(4, track_running_stats=False, process_group=SingleProcess()).double()
     x = torch.from_numpy(data([4])[0]).requires_grad_()
@@ -136,11 +125,6 @@ def test_recomputed_and_compiled_passes_are_seen_once() -> None:
 
 
 def test_large_means_are_exact_for_this_rank_too_and_a_batch_of_vmap_is_an_axis() -> None:
-    require.need("torch")
-    import torch
-
-    from multibn.torch_backend import SyncBatchNorm
-
     layer = SyncBatchNorm(2, process_group=SingleProcess(), track_running_stats=False).double()
     x = torch.randn(64, 2, dtype=torch.float64) + 1e8
     several = torch.randn(3, 8, 2, dtype=torch.float64)

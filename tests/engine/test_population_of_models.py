@@ -7,11 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from multibn import SingleProcess
-from tests.helpers import require
+from multibn import SingleProcess, chainer_backend, torch_backend
 from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
+
+import chainer  # isort: skip (multibn makes it importable)
+from chainer import functions as F  # isort: skip
+
+NEEDS = "torch chainer"
 
 C = 3
 LOCAL = SingleProcess()
@@ -20,28 +26,17 @@ LOCAL = SingleProcess()
 class Torch:
     eps, loader = 1e-5, "data_loader"
 
-    def __init__(self) -> None:
-        require.need("torch")
-        import torch
-        from torch import nn
-
-        from multibn import torch_backend
-
-        self.torch, self.nn, self.backend = torch, nn, torch_backend
-
     def layer(self, communicator: Any = None) -> Any:
         """A plain layer, or one that shares its statistics."""
-        options: Any = {"dtype": self.torch.float64}
         if communicator is None:
-            return self.nn.BatchNorm1d(C, **options)
-        return self.backend.SyncBatchNorm(C, process_group=communicator, **options)
+            return nn.BatchNorm1d(C, dtype=torch.float64)
+        return torch_backend.SyncBatchNorm(C, process_group=communicator, dtype=torch.float64)
 
     def model(self, communicator: Any = None) -> Any:
         """Two layers, `a` and `b`, random numbers, and state of another kind."""
-        nn, torch = self.nn, self.torch
         a, b = (self.layer(communicator) for _ in range(2))
 
-        class Net(nn.Module):  # type: ignore[name-defined]
+        class Net(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.a, self.b = a, b
@@ -56,10 +51,9 @@ class Torch:
 
     def run(self, data: Iterable[Any], target: Any, comm: Any = None, **options: Any) -> None:
         options["forward_fn"] = options.pop("forward", None)
-        loader = Converted(data, self.torch.from_numpy)
-        self.backend.update_bn_stats(
-            target, loader, process_group=comm, **{"progress": False} | options
-        )
+        loader: Any = Converted(data, torch.from_numpy)
+        options = {"process_group": comm, "progress": False} | options
+        torch_backend.update_bn_stats(target, loader, **options)
 
     def kept(self, layer: Any) -> tuple[Any, Any]:
         return layer.running_mean.numpy(), layer.running_var.numpy()
@@ -73,32 +67,22 @@ class Torch:
                 for m in model.modules()
             ],
             "buffers": [id(b) for b in model.buffers()],
-            "random numbers": self.torch.get_rng_state().numpy(),
+            "random numbers": torch.get_rng_state().numpy(),
         }
 
 
 class Chainer:
     eps, loader = 2e-5, "iterator"
 
-    def __init__(self) -> None:
-        require.need("chainer")
-        from multibn import chainer_backend  # before chainer
-
-        # isort: split
-        import chainer
-
-        self.chainer, self.backend = chainer, chainer_backend
-
     def layer(self, communicator: Any = None) -> Any:
         if communicator is None:
-            return self.chainer.links.BatchNormalization(C, dtype=np.float64)
-        return self.backend.MultiNodeBatchNormalization(C, communicator, dtype=np.float64)
+            return chainer.links.BatchNormalization(C, dtype=np.float64)
+        return chainer_backend.MultiNodeBatchNormalization(C, communicator, dtype=np.float64)
 
     def model(self, communicator: Any = None) -> Any:
         a, b = (self.layer(communicator) for _ in range(2))
-        F = self.chainer.functions
 
-        class Net(self.chainer.Chain):  # type: ignore[name-defined]
+        class Net(chainer.Chain):
             def __init__(self) -> None:
                 super().__init__()
                 with self.init_scope():
@@ -116,7 +100,7 @@ class Chainer:
         if forward := options.pop("forward", None):
             options["eval_func"] = lambda x: forward(target, x)
         options = {"converter": None, "progress": False} | options
-        self.backend.FinetunePopulationStatistics(data, target, comm, **options)()
+        chainer_backend.FinetunePopulationStatistics(data, target, comm, **options)()
 
     def kept(self, layer: Any) -> tuple[Any, Any]:
         return layer.avg_mean, layer.avg_var
@@ -127,7 +111,7 @@ class Chainer:
             for path, link in model.namedlinks()
             for name in link._persistent
         }
-        config = self.chainer.config
+        config = chainer.config
         values["modes"] = config.train, config.enable_backprop, config.dtype
         values["random numbers"] = np.random.get_state()  # noqa: NPY002
         values["hooks"] = [dict(link.local_link_hooks) for _, link in model.namedlinks()]

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from multibn import SingleProcess, kernels
+from multibn.chainer_backend import MultiNodeBatchNormalization
 from multibn.torch_backend import SyncBatchNorm
-from tests.helpers import require
 
-NEEDS = "torch"
+import chainer  # isort: skip (multibn makes it importable)
+
+NEEDS = "torch chainer"
 
 
 def inputs(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,11 +60,6 @@ def test_layers_have_no_gradient_where_a_relu_gives_zero(
 
 
 def test_links_have_no_gradient_where_a_relu_gives_zero() -> None:
-    require.need("chainer")
-    from multibn.chainer_backend import MultiNodeBatchNormalization
-
-    import chainer  # isort: skip
-
     for kind in ("constant", "rounded", "cancelled"):
         for dtype in (torch.float32, torch.float16):
             data, weight, bias = (v.numpy() for v in inputs(kind, dtype))

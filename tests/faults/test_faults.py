@@ -68,10 +68,6 @@ def test_a_long_run_notices_a_leak(name: str) -> None:
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
 
 
-def _need(setup: str) -> None:
-    require.need(SETUPS[setup].launcher, SETUPS[setup].framework)
-
-
 def _run(setup: str, names: list[str]) -> dict[str, Outcome]:
     job = Job(SETUPS[setup], [SCENARIOS[name] for name in names])
     return {outcome.scenario.name: outcome for outcome in job.run()}
@@ -106,20 +102,10 @@ def _expect(outcome: Outcome) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("setup, name", _CASES)
+@pytest.mark.parametrize("setup, name", [*_CASES, *_CASES_THAT_END])
 def test_a_fault_is_seen_in_time_on_every_rank(setup: str, name: str, outcomes: Outcomes) -> None:
-    """Seen in time, on every rank, with a message that names layers and ranks."""
-    _need(setup)
-    _expect(outcomes[setup, name].result()[name])
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("setup, name", _CASES_THAT_END)
-def test_a_fault_that_ends_processes_is_told_first(
-    setup: str, name: str, outcomes: Outcomes
-) -> None:
-    """Multibn's line is the first that a rank prints."""
-    _need(setup)
+    """The message names layers and ranks; where processes end, a rank prints it first."""
+    require.need(SETUPS[setup].launcher, SETUPS[setup].framework)
     _expect(outcomes[setup, name].result()[name])
 
 

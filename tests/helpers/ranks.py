@@ -202,15 +202,20 @@ class _CountingChannel(Channel):
         return head, payload, begin
 
 
+def refusal(world: Communicator, rank: int, kind: Any, message: str) -> Any:
+    """The error on the rank that refuses a call, and the one by which the others learn of it."""
+    if world.rank == rank:
+        return pytest.raises(kind, match=message)
+    return pytest.raises(RuntimeError, match=rf"rejected on rank\(s\) \[{rank}\]")
+
+
 def errors_of_rank_0(
     call: Callable[[bool, ThreadCommunicator], Any], kind: type[Exception], message: str
 ) -> None:
     """Rank 0 makes the wrong call, of which the other rank must learn."""
 
     def run(communicator: ThreadCommunicator) -> None:
-        wrong = communicator.rank == 0
-        expected = (kind, message) if wrong else (RuntimeError, r"rejected on rank\(s\) \[0\]")
-        with pytest.raises(expected[0], match=expected[1]):
-            call(wrong, communicator)
+        with refusal(communicator, 0, kind, message):
+            call(communicator.rank == 0, communicator)
 
     run_ranks(2, run)

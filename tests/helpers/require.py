@@ -93,8 +93,7 @@ def without_core() -> Iterator[None]:
 def check_a_missing_core_on_rank_0(rank: int, call: Callable[[], object]) -> None:
     """Where warnings are errors, the one of rank 0 alone is an error on all ranks."""
     if rank > 0:
-        refused = r"stops in .*rejected on rank\(s\) \[0\]"
-        with pytest.raises(RuntimeError, match=refused):
+        with pytest.raises(RuntimeError, match=r"stops in .*rejected on rank\(s\) \[0\]"):
             call()
         return
     with without_core(), warnings.catch_warnings():

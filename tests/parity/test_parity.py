@@ -343,10 +343,7 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
         (lambda *_: None, "must return two of .*, a chainer.Link and a .* NumPy array: got NoneT"),
         (lambda *pair: pair[:2], r"and a NumPy array: got TorchModel, ChainerModel\."),
         (lambda t, c, x: (c, t, x), r"array: got ChainerModel, TorchModel, ndarray\."),
-        (
-            lambda t, c, x: (t, c, x.astype(int)),
-            "input must be float32 or float64: got int64 of tests",
-        ),
+        (lambda t, c, x: (t, c, x.astype(int)), "input must be .* or float64: got int64 of tests"),
         (lambda t, c, x: (t, c, x[:2]), r"must have 3 or more samples: got 2 of tests\.helpers"),
         (
             lambda t, c, x: (t, c, x.astype("float64")),
@@ -358,25 +355,16 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
         (_that_exits, r"the torch model .* and return an array: got SystemExit: $"),
         (
             _scripted,
-            r"models:pair must have layers that can be .*: 1 .* synchronized: bn \(torch\.jit",
+            r"models:pair must have layers that can .*: 1 .* synchronized: bn \(torch\.jit",
         ),
         (
             _with_a_norm_of_ones_own,
             r"must have layers that can be .*: 1 .* will not be synchronized: /bn \(.*Norm: n",
         ),
-        (
-            _with_a_loss,
-            r"must return a model without a loss: got an L\.Classifier\. Return its pred",
-        ),
+        (_with_a_loss, r"must return a model without a loss: got an L\.Classifier\. Return its"),
         (_with_a_sum, r"the torch model .* return an array whose first axis is the batch of 5 sa"),
-        (
-            _of_other_sizes,
-            "layers of the same names and sizes: Error.* size mismatch for fc.weight",
-        ),
-        (
-            _with_chainermns_link,
-            "which the comparison converts: got chainermn's MultiNodeBatchNorm",
-        ),
+        (_of_other_sizes, "of the same names and sizes: Error.* size mismatch for fc.weight"),
+        (_with_chainermns_link, "which the comparison converts: got chainermn's MultiNodeBatchNor"),
     ],
 )
 def test_what_is_no_pair_is_an_error_before_any_launch(

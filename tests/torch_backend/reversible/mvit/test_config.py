@@ -129,20 +129,11 @@ def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            {"buffer_layers": (3,)},
-            r"`buffer_layers` must include every layer .* got \[3\], but layer 1",
-        ),
-        (
-            {"buffer_layers": ()},
-            r"`buffer_layers` must include every layer .* got \[\], but layer 1",
-        ),
+        ({"buffer_layers": (3,)}, r"`buffer_layers` must include .* got \[3\], but layer 1"),
+        ({"buffer_layers": ()}, r"`buffer_layers` must include .* got \[\], but layer 1"),
         ({"pool_q_stride": ((1, 1, 2, 2), (3, 1, 2, 2), (4, 1, 2, 2))}, r"but layer 4 changes"),
         ({"buffer_layers": (7,)}, r"`buffer_layers` must name layers from 0 to 4: got 7"),
-        (
-            {"pool_q_stride": ((9, 1, 2, 2),)},
-            r"`pool_q_stride` must name layers from 0 to 4: got 9",
-        ),
+        ({"pool_q_stride": ((9, 1, 2, 2),)}, r"`pool_q_stride` must .* from 0 to 4: got 9"),
         ({"pool_q_stride": ((1, 2, 2),)}, r"`pool_q_stride` must list \(layer, T, H, W\): got"),
         ({"dim_mul": ((1, 2, 3),)}, r"`dim_mul` must list \(layer, factor\): got"),
         (
@@ -150,10 +141,7 @@ def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
             r"`num_heads` must divide the width of each layer: got 2 heads and widths 16 and 33 in",
         ),
         ({"pre_q_fusion": "linear"}, r"`pre_q_fusion` must be 'add', .*: got 'linear'"),
-        (
-            {"respath_fuse": "concat_linear_a"},
-            r"`respath_fuse` must be 'add', .*: got 'concat_linear_a'",
-        ),
+        ({"respath_fuse": "concat_linear_a"}, r"`respath_fuse` must be .*: got 'concat_linear_a'"),
         ({"pre_q_fusion": "concat_linear_1.2.3"}, "must be 'add', .*: got 'concat_linear_1.2.3'"),
         ({"patch_kernel": (3, 7, 7)}, r"`patch_kernel` must hold 2 numbers with patch_2d=True"),
     ],
