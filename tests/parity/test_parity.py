@@ -4,22 +4,32 @@ import atexit
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from multibn import SingleProcess, cli
+from multibn.chainer_backend import MultiNodeBatchNormalization
+from multibn.engine.recompute import replaying
 from multibn.options import NormOptions
 from multibn.parity import cases, command, oracle, pair, worker
 from multibn.parity import launch as _launch
 from multibn.parity.cases import BOUNDS, CASES, Case
 from multibn.parity.launch import WorkerError
 from multibn.parity.worker import Error
-from tests.helpers import launch, require
+from multibn.torch_backend.layer.base import LayerOptions
+from tests.helpers import launch, models, require
 from tests.helpers.spread import OTHERS
+
+import chainer  # isort: skip (multibn makes it importable)
+from chainer import functions as F, links as L  # isort: skip
+
+NEEDS = "torch chainer"
 
 UNEVEN = next(case for case in CASES if case.name == "uneven")
 
@@ -56,7 +66,6 @@ def test_batches_fit_their_case_and_are_repeatable(case: Case) -> None:
 @pytest.mark.parametrize("by", [1e-3, np.nan])
 @pytest.mark.parametrize("adapter", ["torch", "chainer"])
 def test_a_broken_adapter_is_found(adapter: str, quantity: str, by: float) -> None:
-    require.need(adapter)
     arrays = worker.train(adapter, UNEVEN, SingleProcess())
     (key,) = [key for key in arrays if key.endswith(f"{UNEVEN.steps - 1}/{quantity}")]
     arrays[key] = arrays[key] + by
@@ -80,8 +89,8 @@ def verdicts_of(monkeypatch: Any, errors: Sequence[Error], absent: str = "") -> 
 
 
 def test_the_outcome_is_the_worst_that_a_launch_has(monkeypatch: Any, capsys: Any) -> None:
-    torch, chainer = (Error(0.5, 1e-7, 2e-7, "y", "uneven", name) for name in ("torch", "chainer"))
-    missing = verdicts_of(monkeypatch, [torch], "chainer")
+    one, other = (Error(0.5, 1e-7, 2e-7, "y", "uneven", name) for name in ("torch", "chainer"))
+    missing = verdicts_of(monkeypatch, [one], "chainer")
     assert missing == ["ok", "not run"]
     assert command.exit_status(missing) == 0
     assert command.exit_status(missing[1:]) == 2
@@ -90,7 +99,7 @@ def test_the_outcome_is_the_worst_that_a_launch_has(monkeypatch: Any, capsys: An
     lines = capsys.readouterr().out.splitlines()
     assert [line[28:] for line in lines] == ["failed: ValueError: no"] * 2
     assert command.exit_status(missing + failed) == 2
-    broken = verdicts_of(monkeypatch, [torch, chainer._replace(ratio=1.1)])
+    broken = verdicts_of(monkeypatch, [one, other._replace(ratio=1.1)])
     assert broken == ["ok", "BROKEN"]
     assert command.exit_status(failed + broken) == 1
 
@@ -158,9 +167,6 @@ def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
 
 def test_a_case_of_recomputation_runs_each_step_again(monkeypatch: Any) -> None:
     """`helpers.parity` finds one message more in Chainer."""
-    require.need("torch")
-    from multibn.engine.recompute import replaying
-
     again: list[Any] = []
     following = replaying.next
 
@@ -206,8 +212,6 @@ def test_ranks_find_the_users_modules(monkeypatch: Any) -> None:
 
 def unlike(layer: str = "fc") -> Any:
     """A pair of which one gives other numbers, from a layer on."""
-    from tests.helpers import models
-
     torch_model, chainer_model, x = models.pair()
     torch_model.get_submodule(layer).register_forward_hook(lambda module, args, y: 1.5 * y)
     return torch_model, chainer_model, x
@@ -229,9 +233,6 @@ for name, default in vars(NormOptions()).items():
 
 
 def test_each_option_of_a_layer_is_compared() -> None:
-    require.need("torch")
-    from multibn.torch_backend.layer.base import LayerOptions
-
     missing = vars(LayerOptions()).keys() - {text.split()[0] for *_, text in UNLIKE} - APART
     assert not missing, (
         f"`_option_differences` of parity/pair.py, and UNLIKE here, must have {missing}"
@@ -242,13 +243,7 @@ def test_each_option_of_a_layer_is_compared() -> None:
 def test_options_that_differ_are_named_before_any_number(
     of_torch: Any, of_chainer: Any, text: str, monkeypatch: Any, capsys: Any
 ) -> None:
-    require.need("torch", "chainer")
-    from torch import nn
-
-    from multibn.chainer_backend import MultiNodeBatchNormalization
-    from tests.helpers import models
-
-    make = MultiNodeBatchNormalization if "comm" in of_chainer else models.L.BatchNormalization
+    make = MultiNodeBatchNormalization if "comm" in of_chainer else L.BatchNormalization
     torch_model, chainer_model, x = models.pair()
     torch_model.bn = nn.BatchNorm2d(4, **of_torch)
     del chainer_model.bn
@@ -268,7 +263,7 @@ def test_options_that_differ_are_named_before_any_number(
 PAIR = "tests.helpers.models:pair"
 
 
-def _bare(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+def _bare(*_: Any) -> Any:
     raise KeyError("no data")
 
 
@@ -276,24 +271,18 @@ def _exits(*_: Any) -> Any:
     raise SystemExit
 
 
-def _that_exits(torch_model: Any, chainer_model: Any, x: Any) -> Any:
-    torch_model.register_forward_hook(_exits)
-    return torch_model, chainer_model, x
+def changed(change: Callable[[Any, Any], object]) -> Callable[..., Any]:
+    """The pair, whose models are changed."""
+    return lambda t, c, x: (change(t, c), (t, c, x))[1]
 
 
-def _scripted(torch_model: Any, chainer_model: Any, x: Any) -> Any:
-    import torch
-
+def _scripted(torch_model: Any, chainer_model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit in newer torch
         torch_model.bn = torch.jit.script(torch_model.bn)
-    return torch_model, chainer_model, x
 
 
-def _with_a_norm_of_ones_own(torch_model: Any, chainer_model: Any, x: Any) -> Any:
-    import chainer
-    from chainer import functions as F
-
+def _with_a_norm_of_ones_own(torch_model: Any, chainer_model: Any) -> None:
     class Norm(chainer.Link):
         def forward(self, x: Any) -> Any:
             return F.fixed_batch_normalization(
@@ -308,33 +297,17 @@ def _with_a_norm_of_ones_own(torch_model: Any, chainer_model: Any, x: Any) -> An
     del chainer_model.bn
     with chainer_model.init_scope():
         chainer_model.bn = norm
-    return torch_model, chainer_model, x
 
 
-def _with_a_loss(torch_model: Any, chainer_model: Any, x: Any) -> Any:
-    from chainer import links as L
-
-    return torch_model, L.Classifier(chainer_model), x
-
-
-def _with_a_sum(torch_model: Any, chainer_model: Any, x: Any) -> Any:
-    torch_model.register_forward_hook(lambda module, args, y: y.sum())
-    return torch_model, chainer_model, x
-
-
-def _of_other_sizes(torch_model: Any, chainer_model: Any, x: Any) -> Any:
-    from torch import nn
-
-    torch_model.fc = nn.Linear(4, 3)
-    return torch_model, chainer_model, x
-
-
-def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
+def _with_chainermns_link(torch_model: Any, chainer_model: Any) -> None:
     from chainermn.links import MultiNodeBatchNormalization
 
     with pytest.warns(FutureWarning), chainer_model.init_scope():
         chainer_model.norm = MultiNodeBatchNormalization(4, None)
-    return torch_model, chainer_model, x
+
+
+def _summed(torch_model: Any, chainer_model: Any) -> None:
+    torch_model.register_forward_hook(lambda module, args, y: y.sum())
 
 
 @pytest.mark.parametrize(
@@ -352,27 +325,30 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any, x: Any) -> Any:
         ),
         (_bare, r"models:pair has raised KeyError: 'no data' \(.*test_parity\.py, line \d+\)"),
         (_exits, r"models:pair has raised SystemExit:  \(.*, line \d+\)"),
-        (_that_exits, r"the torch model .* and return an array: got SystemExit: $"),
         (
-            _scripted,
-            r"models:pair must have layers that can .*: 1 .* synchronized: bn \(torch\.jit",
+            changed(lambda t, c: t.register_forward_hook(_exits)),
+            r"the torch model .* and return an array: got SystemExit: $",
         ),
+        (changed(_scripted), r"must have layers that can .*: 1 .* synchronized: bn \(torch\.jit"),
         (
-            _with_a_norm_of_ones_own,
+            changed(_with_a_norm_of_ones_own),
             r"must have layers that can be .*: 1 .* will not be synchronized: /bn \(.*Norm: n",
         ),
-        (_with_a_loss, r"must return a model without a loss: got an L\.Classifier\. Return its"),
-        (_with_a_sum, r"the torch model .* return an array whose first axis is the batch of 5 sa"),
-        (_of_other_sizes, "of the same names and sizes: Error.* size mismatch for fc.weight"),
-        (_with_chainermns_link, "which the comparison converts: got chainermn's MultiNodeBatchNor"),
+        (lambda t, c, x: (t, L.Classifier(c), x), r"without a loss: got an L\.Classifier\. Return"),
+        (
+            changed(_summed),
+            r"the torch model .* return an array whose first axis is the batch of 5",
+        ),
+        (
+            changed(lambda t, c: setattr(t, "fc", nn.Linear(4, 3))),
+            "of the same names and sizes: Error.* size mismatch for fc.weight",
+        ),
+        (changed(_with_chainermns_link), "comparison converts: got chainermn's MultiNodeBatchNorm"),
     ],
 )
 def test_what_is_no_pair_is_an_error_before_any_launch(
     change: Any, message: str, monkeypatch: Any, capsys: Any
 ) -> None:
-    require.need("torch", "chainer")
-    from tests.helpers import models
-
     made = models.pair()
     monkeypatch.setattr(models, "pair", lambda: change(*made))
     monkeypatch.setattr(command, "run_workers", None)
@@ -383,12 +359,8 @@ def test_what_is_no_pair_is_an_error_before_any_launch(
 
 
 def test_links_beside_one_that_shares_already_are_converted(monkeypatch: Any) -> None:
-    require.need("torch", "chainer")
-    from multibn.chainer_backend import MultiNodeBatchNormalization
-    from tests.helpers import models
-
     made = torch_model, chainer_model, _ = models.pair()
-    torch_model.shared = models.nn.BatchNorm2d(4)
+    torch_model.shared = nn.BatchNorm2d(4)
     with chainer_model.init_scope():
         chainer_model.shared = MultiNodeBatchNormalization(4, None, eps=1e-5)
     monkeypatch.setattr(models, "pair", lambda: made)
@@ -399,7 +371,7 @@ def test_links_beside_one_that_shares_already_are_converted(monkeypatch: Any) ->
 
 @pytest.mark.parametrize("function, other", [("pair", "torch"), ("chainer_pair", "chainer")])
 def test_a_model_of_flax_is_compared_with_any_other(function: str, other: str) -> None:
-    require.need("torch", "chainer", "flax")
+    require.need("flax")
     errors = pair.compare_models(SingleProcess(), f"tests.parity.flax_models:{function}")
     assert max(e.ratio for e in errors) < 1
     cases = [f"{other} and flax alone", f"{other} and flax on ranks", f"{other} alone and on ranks"]
@@ -407,7 +379,7 @@ def test_a_model_of_flax_is_compared_with_any_other(function: str, other: str) -
 
 
 def test_the_layer_and_the_options_in_which_a_model_of_flax_differs_are_named() -> None:
-    require.need("torch", "flax")
+    require.need("flax")
     found = pair.compare_models(SingleProcess(), "tests.parity.flax_models:of_other_options")
     assert [e.text for e in found] == [
         "eps is 1e-05 in torch, 0.001 in flax",
@@ -419,7 +391,6 @@ def test_the_layer_and_the_options_in_which_a_model_of_flax_differs_are_named() 
 
 
 def test_a_rank_without_a_sample_is_refused(monkeypatch: Any, capsys: Any) -> None:
-    require.need("torch", "chainer")
     monkeypatch.setattr(command, "run_workers", None)
     assert cli.main(["parity", "--model", PAIR, "--ranks", "2", "6"]) == 2
     said = f"--ranks must be 5 or less, the samples of the example input of {PAIR}: got 6.\n"
@@ -432,7 +403,6 @@ def unlike_from_bn() -> Any:
 
 @pytest.mark.parametrize("name, layer", [("unlike", "fc"), ("unlike_from_bn", "bn")])
 def test_a_pair_that_differs_is_found(name: str, layer: str) -> None:
-    require.need("torch", "chainer")
     errors = pair.compare_models(SingleProcess(), f"{__name__}:{name}")
     alike = {f"{framework} alone and on ranks" for framework in ("torch", "chainer")}
     assert {e.case for e in errors if e.ratio <= 1} == alike

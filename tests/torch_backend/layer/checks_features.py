@@ -221,7 +221,7 @@ def check_an_error_in_traced_code_reaches_all_ranks(world: Communicator) -> None
     for layer, wrong in layers:
         torch._dynamo.reset()
         run = torch.compile(layer, backend="eager")
-        with refusal(world, 0, ValueError, ""):
+        with refusal(world, 0, ValueError, "must |expected 4D input"):
             run(torch.ones((4, 4, 2, 2) if world.rank else wrong))
 
 
