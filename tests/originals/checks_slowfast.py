@@ -46,6 +46,7 @@ def check_naive_layers_share_in_groups(world: Communicator) -> None:
         bn = model.stem_bn
         found = bn.global_sync, bn.num_sync_devices, bn.num_groups
         assert found == (False, expected, world.size // expected)
+        assert bn.num_batches_tracked == 2 * (3 + 3)  # 2 epochs of training and of `precise_bn`
 
 
 def check_naive_layers_share_over_all_ranks(world: Communicator) -> None:
