@@ -85,6 +85,15 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=str)
+def test_rows_of_a_table_have_as_many_cells_as_its_header(page: str) -> None:
+    """A browser drops further ones, without a word."""
+    text = re.sub(r"^```.*?^```", "", (launch.ROOT / page).read_text(), flags=re.M | re.S)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
+        header, *rows = (re.findall(r"(?<!\\)\|", row) for row in table.splitlines())
+        assert {len(row) for row in rows} == {len(header)}, table
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=str)
 def test_links_lead_to_files_and_headings(page: str) -> None:
     path = launch.ROOT / page
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
