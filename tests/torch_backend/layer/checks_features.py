@@ -191,17 +191,20 @@ class _Branches(nn.Module):
 
 
 def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
-    """Compiled ranks send the messages of the others in their order, whatever their batches."""
+    """Compiled ranks send the messages of the others in their order, whatever their graphs."""
     eager, mixed = _Branches(world), _Branches(world)
     torch._dynamo.reset()
-    run: Any = mixed
-    if world.rank == 0:
-        run = torch.compile(mixed, fullgraph=True)  # inductor drops what no output needs
-    results = []
+    # Rank 1 is not compiled; inductor drops what no output needs.
+    backend = ["inductor", None, "aot_eager", "eager"][world.rank]
+    run = mixed if backend is None else torch.compile(mixed, fullgraph=True, backend=backend)
+    results: list[Any] = []
     for net, call in ((eager, eager), (mixed, run)):
         for n in (2 + world.rank, 3, 0 if world.rank == 0 else 4):
             x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).double()
             y = call(x.requires_grad_())
+            width = 40 * (1 + len(results))  # of ever wider messages before the backward pass
+            wide = SyncBatchNorm(width, process_group=world)
+            wide(torch.rand(3, width, requires_grad=True)).sum().backward()
             (y * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
             results.append([y, x.grad])
         results.append([p.grad for p in net.parameters() if p.grad is not None])
