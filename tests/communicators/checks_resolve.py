@@ -8,19 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from multibn import Group, as_communicator
 from multibn.communicators import Communicator, resolve
-from multibn.torch_backend import NaiveSyncBatchNorm2d, SyncBatchNorm
+from multibn.torch_backend import NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d, SyncBatchNorm
 from tests.communicators import conformance
 from tests.harness.runs import on, only
+from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
 
 
 C = 3
+EPS = 1e-5
+NAIVE: dict[str, Any] = {"weighting": "rank", "running_var": "biased"}
 
 
 def _pair(world: Communicator) -> int:
@@ -67,8 +71,6 @@ def check_groups_conform(world: Communicator) -> None:
 
 @only("torchrun")
 def check_a_spec_or_a_dimension_of_a_mesh_is_a_group(world: Communicator) -> None:
-    import torch.distributed as dist
-
     k, everyone = _pair(world), list(range(world.size))
     found = [_members(world, as_communicator(obj)) for obj in ("machine", k)]
     mesh = dist.init_device_mesh("cpu", (world.size // k, k), mesh_dim_names=("dp", "mp"))
@@ -103,10 +105,25 @@ def check_layers_of_equal_groups_share_one_communicator(world: Communicator) -> 
     assert counting.num_splits == (k < world.size)  # one machine is no reason to split
 
 
+def check_layers_train_without_parameters_or_buffers(world: Communicator) -> None:
+    """Each pair has an empty rank: the originals crash there."""
+    k = _pair(world)
+    x = _array((world.rank, 1), (0 if world.rank % 2 else 3, C, 2, 3, 4))
+    options: Any
+    for options in ({"affine": False}, {"track_running_stats": False}, {"momentum": None}):
+        layer = NaiveSyncBatchNorm3d(k, num_features=C, process_group=world, **NAIVE, **options)
+        t = torch.from_numpy(x).requires_grad_()
+        y = layer.double()(t)
+        y.square().sum().backward()
+        assert t.grad is not None
+        if len(x):
+            np.testing.assert_allclose(y.detach(), normalized([x], EPS)[0], rtol=1e-10, atol=1e-12)
+        if layer.num_batches_tracked is not None:
+            assert int(layer.num_batches_tracked) == 1
+
+
 @only("torchrun", sizes=(2,))
 def check_a_group_of_a_process_group_made_anew_is_new(world: Communicator) -> None:
-    import torch.distributed as dist
-
     for _ in range(2):
         of_torch = dist.new_group([0, 1])
         for spec in ("machine", 2):  # each is all of the parent
@@ -117,8 +134,6 @@ def check_a_group_of_a_process_group_made_anew_is_new(world: Communicator) -> No
 @only("torchrun", last=True)
 def check_layers_go_on_in_a_process_group_made_anew(world: Communicator) -> None:
     """The check exchanges the default process group under the world."""
-    import torch.distributed as dist
-
     k, rank, size = _pair(world), world.rank, world.size
     layer = NaiveSyncBatchNorm2d(k, num_features=C)
     x = _tensor((world.rank, 7), (2, C, 4, 4)).float()
