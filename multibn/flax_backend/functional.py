@@ -141,7 +141,7 @@ def run(
     """
     mask, lengths = (v if v is None else jnp.asarray(v) for v in (mask, lengths))
     with jax.enable_x64(True):
-        batch = _run(x, scale, bias, running, mask, lengths, options, use_running)
+        batch = _run((x, scale, bias, running, mask, lengths), options, use_running)
     try:
         state = int(batch.state)
     except jax.errors.ConcretizationTypeError:  # traced: no value yet
@@ -158,11 +158,9 @@ def run(
     return batch
 
 
-@partial(jax.jit, static_argnums=(6, 7), inline=True)
-def _run(
-    x: Any, scale: Any, bias: Any, running: Any, mask: Any, lengths: Any, options: Options,
-    use_running: bool,
-) -> Batch:  # fmt: skip
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _run(arrays: Any, options: Options, use_running: bool) -> Batch:
+    x, scale, bias, running, mask, lengths = arrays
     args = _args(x, (scale, bias, *(running or ())), mask, lengths, options)
     if use_running:
         one = jnp.ones((), jnp.float64)
