@@ -3,11 +3,14 @@
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from multibn.communicators import Communicator
+from multibn.engine.masks import WEIGHTINGS
+from multibn.parity import oracle
 from multibn.torch_backend import SubBatchNorm2d, SubBatchNorm3d
 from tests.harness.runs import on, only
 
@@ -21,6 +24,50 @@ SPLITS = 2
 def _layer(*arguments: Any, cls: Any = SubBatchNorm2d, **options: Any) -> Any:
     """A layer whose parameters and buffers need not be checked against None by the type checker."""
     return cls(*arguments, **options)
+
+
+def check_splits_are_those_of_the_global_batch(world: Communicator) -> None:
+    """The oracle takes each split of all ranks, of unlike sizes, one of them empty."""
+    rng = np.random.default_rng(0)
+    shapes = [(2 + 2 * rank, C, 3 + rank, 4) for rank in range(world.size)]
+    if world.size > 1:
+        shapes[-1] = 0, C, 5, 4
+    xs = [rank + (1 + rank) * rng.normal(size=shape) for rank, shape in enumerate(shapes)]
+    dys = [rng.normal(size=shape) for shape in shapes]
+    weight, bias = rng.normal(1, 0.3, C), rng.normal(0, 0.3, C)
+    for weighting in WEIGHTINGS:
+        layer = _layer(
+            SPLITS, C, process_group=world, weighting=weighting, momentum=1.0, dtype=torch.float64
+        )
+        values = {"weight": torch.from_numpy(weight), "bias": torch.from_numpy(bias)}
+        layer.load_state_dict(values, strict=False)
+        x = torch.from_numpy(xs[world.rank]).requires_grad_()
+        y = layer(x)
+        y.backward(torch.from_numpy(dys[world.rank]))
+        assert x.grad is not None
+        gradients = [world.allreduce(p.grad).numpy() for p in (layer.weight, layer.bias)]
+        splits = [
+            oracle.batch_norm(
+                [x[k::SPLITS] for x in xs], [dy[k::SPLITS] for dy in dys], weight, bias, eps=1e-5,
+                weighting=weighting,
+            )
+            for k in range(SPLITS)
+        ]  # fmt: skip
+        means = np.array([split.mean for split in splits])
+        variances = np.array([split.var * split.count / (split.count - 1) for split in splits])
+        compared = [
+            (gradients[0], sum(split.dweight for split in splits)),
+            (gradients[1], sum(split.dbias for split in splits)),
+            (layer.split_bn.running_mean, means.reshape(-1)),
+            (layer.split_bn.running_var, variances.reshape(-1)),
+            (layer.bn.running_mean, means.mean(0)),
+            (layer.bn.running_var, variances.mean(0) + means.var(0)),
+        ]
+        for k, split in enumerate(splits):
+            compared.append((y.detach().numpy()[k::SPLITS], split.y[world.rank]))
+            compared.append((x.grad.numpy()[k::SPLITS], split.dx[world.rank]))
+        errors = [oracle.relative_error(got, expected) for got, expected in compared]
+        assert max(errors) < 1e-11, (weighting, errors)
 
 
 def check_a_rank_with_frozen_splits_is_wrong_alone(world: Communicator) -> None:
