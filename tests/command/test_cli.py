@@ -60,7 +60,10 @@ def _said(monkeypatch: Any, *present: str) -> str:
         ([], '"works here": "nothing: pip install'),
         (["torch"], '"works here": "torch in one process and under torchrun'),
         (["flax"], '"works here": "flax in one process"'),
-        (["torch", "mpi4py"], '"works here": "torch in one process, under mpiexec and under torch'),
+        (
+            ["torch", "mpi4py"],
+            '"works here": "torch in one process, under mpiexec and under torchrun',
+        ),
         (["torch"], '"GPU": "no GPU found; to use one: pip install torch \'triton>=3.4\''),
         (["triton", "a GPU"], '"GPU": "reference (slow): pip install torch \'triton>=3.4\''),
         (["torch", "triton"], '"GPU": "Triton, launched by torch, when there is a GPU"'),
@@ -202,9 +205,18 @@ def test_arguments_that_do_not_fit_are_refused(
         (["convert", "/no/a.npz", "a.pt"], "/no/a.npz: no such file. Pass the path of a ch"),
         (["convert", "a.npz", "a.pt", "--names", "/no"], "No such file or directory: '/no'"),
         (["convert", "FOLDER.npz", "a.pt"], "FOLDER.npz: a folder. Pass the path of a checkpoint"),
-        (["pool", "PIPE.pt", "--counts", "1", "-o", "a.pt"], "PIPE.pt: not a regular file (a pip"),
-        (["convert", "snapshot_iter_9", "a.pt"], "needs snapshot_iter_9.npz, and then `prefix`"),
-        (["convert", "a.npz", "a.pt", "--names", "deep.json"], "--names deep.json must be a file"),
+        (
+            ["pool", "PIPE.pt", "--counts", "1", "-o", "a.pt"],
+            "PIPE.pt: not a regular file (a pipe,",
+        ),
+        (
+            ["convert", "snapshot_iter_9", "a.pt"],
+            "needs snapshot_iter_9.npz, and then `prefix` 'upd",
+        ),
+        (
+            ["convert", "a.npz", "a.pt", "--names", "deep.json"],
+            "--names deep.json must be a file with",
+        ),
         (["convert", "a.npz", "/proc/a.npz"], "[Errno 2] No such file or directory: '/proc/a.npz'"),
     ],
 )

@@ -350,7 +350,9 @@ def test_what_is_no_module_is_named_by_functions_of_models() -> None:
         torch_backend.sync_running_stats,
         lambda model: torch_backend.step_statistics(model).__enter__(),
     ):
-        with pytest.raises(TypeError, match=r"`mod.*` must be a torch\.nn\.Module: got SGD\. Pass"):
+        with pytest.raises(
+            TypeError, match=r"`mod.*` must be a torch\.nn\.Module: got SGD\. Pass t"
+        ):
             function(optimizer)
     with pytest.raises(TypeError, match=r"`parameters` must be tensors: got SGD\. Pass the model"):
         torch_backend.average_gradients(optimizer)

@@ -161,7 +161,9 @@ def test_python_objects_are_refused() -> None:
 
     def check(world: Communicator) -> None:
         arrays = {"own": np.array([10**30]), "w": np.zeros(1)}
-        with pytest.raises(TypeError, match=r"^`own`, a ndarray, cannot be compared: it holds Pyt"):
+        with pytest.raises(
+            TypeError, match=r"^`own`, a ndarray, cannot be compared: it holds Pyth"
+        ):
             check_equal(arrays, world)
         check_equal(arrays, world, ignore="own")
 

@@ -151,7 +151,9 @@ def check_conversion_tells_what_stays() -> None:
         pass
 
     own = nnx.Sequential(Own(3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
-    with pytest.warns(UserWarning, match=r"1 layer.s. stay as they are: layers\.0 .the class .*Ow"):
+    with pytest.warns(
+        UserWarning, match=r"1 layer.s. stay as they are: layers\.0 .the class .*Own"
+    ):
         convert_batch_norm(own)
     assert type(own.layers[1]) is BatchNorm
     with pytest.warns(UserWarning, match="`model` has no flax.nnx.BatchNorm: nothing to convert"):

@@ -337,7 +337,7 @@ def _summed(torch_model: Any, chainer_model: Any) -> None:
         (lambda t, c, x: (t, L.Classifier(c), x), r"without a loss: got an L\.Classifier\. Return"),
         (
             changed(_summed),
-            r"the torch model .* return an array whose first axis is the batch of 5",
+            r"the torch model .* return an array whose first axis is the batch of 5 sa",
         ),
         (
             changed(lambda t, c: setattr(t, "fc", nn.Linear(4, 3))),

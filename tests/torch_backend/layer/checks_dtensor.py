@@ -192,7 +192,9 @@ def check_residual_relu_and_second_order_equal_one_process(world: Communicator) 
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
     part = _place(_whole(0), mesh, BOTH)
     for wrong in (_place(_whole(1), mesh, [Replicate()] * 2), part.to_local()):
-        with pytest.raises(TypeError, match=r"`residual` must have the placements of the input,"):
+        with pytest.raises(
+            TypeError, match=r"`residual` must have the placements of the input, \("
+        ):
             layer(part, wrong)
 
 

@@ -125,7 +125,9 @@ def test_only_wanted_gradients_are_computed(requires: tuple[int, ...]) -> None:
 def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:
     packed: Any = nn.utils.rnn.pack_sequence([torch.randn(3, 2), torch.randn(1, 2)])
     layer = SyncBatchNorm(2)
-    with pytest.raises(TypeError, match=r"got PackedSequence\. Pad it: .*pad_packed_sequence\(x,"):
+    with pytest.raises(
+        TypeError, match=r"got PackedSequence\. Pad it: .*pad_packed_sequence\(x, b"
+    ):
         layer(packed)
     x, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
     y = layer(x.mT, lengths=lengths).mT

@@ -110,7 +110,9 @@ def check_arrays_of_any_kind_are_compared_or_named(world: Communicator) -> None:
     of_others = pytest.raises(RuntimeError, match=r"cannot be compared on rank\(s\) \[1\] of 3\. S")
     for wrong in (torch.ones(2, device="meta"), torch.ones((), device="meta")):
         model.register_buffer("b", wrong if world.rank == 1 else eye)
-        own = pytest.raises(TypeError, match=r"`b`, a Tensor, cannot be .*\. Leave it out: `ignore")
+        own = pytest.raises(
+            TypeError, match=r"`b`, a Tensor, cannot be .*\. Leave it out: `ignore='"
+        )
         with own if world.rank == 1 else of_others:
             expect_in_sync(model, world)
     for ignore in (3, [3]):
