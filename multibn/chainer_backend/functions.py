@@ -263,7 +263,7 @@ class BatchNormalization(_CollectiveNode):
         mean, meansqr = sums(F.sum(e * d, axis), F.sum(e * d * d, axis))
         scales = [invstd := (meansqr - mean * mean + eps) ** -0.5]
         if gamma is not None:
-            scales += _MeanGradient(*message).apply((F.cast(gamma, np.float64),))
+            scales += _MeanGradient("gradient", *message).apply((F.cast(gamma, np.float64),))
         xhat = masked((d - per_channel(mean)) * per_channel(invstd), args.mask)
         dy = F.cast(dy, np.float64)
         sum_dy, sum_dy_xhat = sums(F.sum(dy, axis), F.sum(dy * xhat, axis))
@@ -307,11 +307,8 @@ class _AllReduce(_CollectiveNode):
         return _AllReduce("gradient", *self.message).apply(grad_outputs)
 
 
-class _MeanGradient(_CollectiveNode):
+class _MeanGradient(_AllReduce):
     """A parameter, equal on all ranks. Its gradient is the mean of the ranks' gradients."""
-
-    def __init__(self, *message: Any) -> None:
-        self.message = message
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
         return inputs
@@ -319,5 +316,5 @@ class _MeanGradient(_CollectiveNode):
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
-        (summed,) = _AllReduce("gradient", *self.message).apply(grad_outputs)
+        (summed,) = super().backward(indexes, grad_outputs)
         return (summed / self.message[0].size,)

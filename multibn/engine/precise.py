@@ -79,9 +79,8 @@ class PopulationRun(StatisticsTape):
             return
         xp = array_namespace(batch.mean)
         is_skipped = xp.any(xp.isnan(batch.mean))
-        if (
-            is_on_host(batch.mean) and is_skipped
-        ):  # the same on all ranks; estimators may communicate
+        # The same on all ranks: estimators may communicate.
+        if is_on_host(batch.mean) and is_skipped:
             return
         channel_axes = [k for k in range(args.x.ndim) if k not in args.axis]
         num_splits = batch.mean.ndim - len(layer.estimator.shape)  # axes of a batch's splits

@@ -31,7 +31,7 @@ from multibn.engine.statistics import OneValueError, aggregate, local_moments
 from multibn.kernels import steps
 from multibn.torch_backend.layer import functional, validation
 from multibn.torch_backend.layer.autograd import without_autocast
-from multibn.torch_backend.layer.base import SyncNormBase, check_module, running_tensors
+from multibn.torch_backend.layer.base import SyncNormBase, check_module, replaced, running_tensors
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 from multibn.torch_backend.train.join import tensors_in
 from multibn.torch_backend.train.synchrony import participants
@@ -246,35 +246,25 @@ def _batch_size(batch: Any) -> int:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore modes, buffers (in place) and random states."""
     modes = [(m, m.training) for m in model.modules()]
-    buffers = [
-        (m, name, b, None if b is None else b.clone())
-        for m in model.modules()
-        for name, b in m._buffers.items()
-    ]
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    others = [(t, t.clone()) for norm in norms for t in running_tensors(norm)]
-    # Suspend a surrounding step_statistics(): these batches are not part of it.
-    layers = [
-        m for m in model.modules() if isinstance(vars(m).get("step_accumulator"), StepAccumulator)
-    ]
-    pools = [(layer, layer.step_accumulator) for layer in layers]
-    for layer in layers:
-        layer.step_accumulator = None  # type: ignore[assignment]
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    tensors: list[Tensor] = []
+    for m, _ in modes:
+        places += [(m._buffers, name, buffer) for name, buffer in m._buffers.items()]
+        # Suspend a surrounding step_statistics(): these batches are not part of it.
+        if isinstance(vars(m).get("step_accumulator"), StepAccumulator):
+            places += [(vars(m), "step_accumulator", None)]
+        tensors += [buffer for buffer in m._buffers.values() if buffer is not None]
+        tensors += running_tensors(m) if isinstance(m, _BatchNorm) else []
+    before = [t.clone() for t in tensors]
     gpus = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=gpus):
+        with replaced(places), torch.random.fork_rng(devices=gpus):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
-        for layer, pool in pools:
-            layer.step_accumulator = pool
+        for m, training in modes:
+            m.training = training
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
-            for t, value in others:
+            for t, value in zip(tensors, before, strict=True):
                 t.copy_(value)
 
 

@@ -180,12 +180,9 @@ class _SyncBatchNormMode(functional.BatchNormMode):
         running = running_stats_of(layer, layer.running_var_convention, momentum)
         if isinstance(running, StepAccumulator):
             running.momentum = momentum
-        args, communication = (
-            args._replace(running=running),
-            (num_channels, layer.layer_communicator),
-        )
+        args, group = args._replace(running=running), layer.layer_communicator
         y, batch = functional.normalize_with_batch_stats(
-            args, *communication, weighting=layer.weighting
+            args, num_channels, group, weighting=layer.weighting
         )
         if running is not None and before is not None and counter is not None:
             # The original `forward` has incremented the counter. Undo this for recomputations and

@@ -257,13 +257,6 @@ def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> 
     return [next(grads) if need else None for need in needed[:3]] + [dy if needed[3] else None]
 
 
-def differentiable_forward(
-    args: NormArgs, communicator: Communicator, *, weighting: Weighting
-) -> tuple[Tensor, BatchStatistics]:
-    """The input normalized, and the statistics of its batch, without a gradient. Collective."""
-    return uncompiled(_forward)(args, communicator, weighting)
-
-
 def uncompiled(function: Any) -> Any:
     """The function, which torch.compile does not compile."""
     if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
@@ -271,9 +264,10 @@ def uncompiled(function: Any) -> Any:
     return function
 
 
-def _forward(
+def differentiable_forward(
     args: NormArgs, communicator: Communicator, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
+    """The input normalized, and the statistics of its batch, without a gradient. Collective."""
     # A recomputed pass advances its tape, but computes the statistics again: the recorded ones have
     # no graph.
     replays = recompute.replayed(channels(args.x.shape, args.axis)) is not None
@@ -311,12 +305,9 @@ class _Differentiable:
         self.repeats = phase == "second order"  # the forward pass, whose outcome has been noted
 
     def allreduce(self, x: Tensor, /) -> Tensor:
-        # torch differentiates all that one process does, and transforms it, too.
-        return (
-            x
-            if self.size == 1
-            else _AllReduce.apply(_raise_if_transformed(x, self.size), self, self.phase)
-        )
+        if self.size == 1:  # torch differentiates all that one process does, and transforms it, too
+            return x
+        return _AllReduce.apply(_raise_if_transformed(x, self.size), self, self.phase)
 
 
 class _AllReduce(torch.autograd.Function):

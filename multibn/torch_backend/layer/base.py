@@ -1,6 +1,8 @@
 """SyncNormBase, the base class of the synchronized layers: ranks, options, name and buffers."""
 
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -50,6 +52,19 @@ def running_tensors(norm: nn.Module) -> list[Tensor]:
     """Return the running statistics and the counter of a norm, which need not be its buffers."""
     names = "running_mean", "running_var", "num_batches_tracked"
     return [t for name in names if isinstance(t := getattr(norm, name, None), Tensor)]
+
+
+@contextmanager
+def replaced(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Put a value under a name into each dict, and the former one back in the end."""
+    before = [(values, name, values[name]) for values, name, _ in places]
+    try:
+        for values, name, value in places:
+            values[name] = value
+        yield
+    finally:
+        for values, name, value in before:
+            values[name] = value
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -123,13 +138,17 @@ class SyncNormBase(nn.Module):
     def process_group(self, obj: Any) -> None:
         # A weak reference: the communicator must not keep its layer alive.
         layer = weakref.ref(self)
+
+        def ask(function: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
+            return lambda *args: otherwise if (v := layer()) is None else function(v, *args)
+
         self.layer_communicator = LayerCommunicator(
             communicator_of(obj),
-            lambda: _name(layer()),
-            options=lambda: _options(layer()),
-            detail=lambda channels: _detail(layer(), channels),
+            ask(_name, "a layer"),
+            options=ask(lambda own: vars(own.norm_options), {}),
+            detail=ask(lambda own, channels: own.detail(channels), ""),
             compared=self.compared,
-            check_options=lambda: _check_options(layer()),
+            check_options=ask(lambda own: own.norm_options.check(), None),
         )
         compiled.register(self.layer_communicator)
 
@@ -173,23 +192,8 @@ class SyncNormBase(nn.Module):
         self.process_group = LOCAL if group is None else group
 
 
-def _options(layer: SyncNormBase | None) -> dict[str, object]:
-    return {} if layer is None else vars(layer.norm_options)
-
-
-def _check_options(layer: SyncNormBase | None) -> None:
-    if layer is not None:
-        layer.norm_options.check()
-
-
-def _detail(layer: SyncNormBase | None, channels: int) -> str:
-    return "" if layer is None else layer.detail(channels)
-
-
-def _name(layer: nn.Module | None) -> str:
+def _name(layer: nn.Module) -> str:
     """The layer's name in the state dict of the model whose forward pass is running."""
-    if layer is None:
-        return "a layer"
     find_parts = partial(nn.Module.named_modules, remove_duplicate=False)
     path = find_module_path(layer, nn.Module, find_parts)
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".

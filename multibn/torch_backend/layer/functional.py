@@ -187,11 +187,10 @@ def normalize_with_batch_stats(
     Takes the layer's plan for such inputs, or validates the input, `num_channels` included, and
     makes a plan. In compiled code, and for meta and fake tensors, by operators.
     """
-    found = None
     if compiled.is_compiling_or_fake(args.x):
         found = _forward_compiled(args, num_channels, communicator, weighting)
-    if found is not None:
-        return found
+        if found is not None:
+            return found
     layer = communicator if isinstance(communicator, LayerCommunicator) else None
     key = None if layer is None else autograd.plan_key(args, weighting)
     plan = None if layer is None else layer.plans.get(key)
@@ -204,7 +203,8 @@ def normalize_with_batch_stats(
             return dtensors.normalize_local(function, args, num_channels, communicator)
         validation.validate_call(args, num_channels, communicator)
         if autograd.is_transformed() or get_dispatch_mode(MAKE_FX):
-            return autograd.differentiable_forward(args, communicator, weighting=weighting)
+            differentiable: Any = autograd.uncompiled(autograd.differentiable_forward)
+            return differentiable(args, communicator, weighting)
         needed = autograd.needs_gradient(args.x)
         with torch.no_grad():  # as the pass runs, for which any kernels will do
             plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)

@@ -244,12 +244,10 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
                 if momentum is not None and isinstance(running, StepAccumulator):
                     running.momentum = momentum
                 part = args._replace(x=x, residual=residual, mask=mask, running=running)
-                sharing = num_channels, self.layer_communicator
-                ys.append(
-                    functional.normalize_with_batch_stats(part, *sharing, weighting=self.weighting)[
-                        0
-                    ]
+                y, _ = functional.normalize_with_batch_stats(
+                    part, num_channels, self.layer_communicator, weighting=self.weighting
                 )
+                ys.append(y)
         return torch.cat(ys)
 
     def _as_input(
@@ -263,17 +261,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         else:  # parametrized
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `validation.non_channel_axes`
-        return NormArgs(
-            x=x,
-            weight=weight,
-            bias=bias,
-            eps=self.eps,
-            axis=axis,
-            relu=self.fuse_relu,
-            mask=mask,
-            residual=residual,
-            running=running,
-        )
+        options = self.eps, axis, self.fuse_relu
+        return NormArgs(x, weight, bias, *options, mask, residual, running)
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):

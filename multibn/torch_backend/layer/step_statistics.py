@@ -85,9 +85,8 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for _, bn, step_accumulator, _ in entered:
-            if (
-                getattr(bn, "step_accumulator", None) is step_accumulator
-            ):  # a layer that was reverted has none
+            # A layer that was reverted has none.
+            if getattr(bn, "step_accumulator", None) is step_accumulator:
                 bn.step_accumulator = None
     for layer, bn, step_accumulator, convention in entered:
         # Look up the buffers again: `layer.double()` may have replaced them.

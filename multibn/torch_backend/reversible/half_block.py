@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multibn.torch_backend.layer.base import SyncNormBase, running_tensors
+from multibn.torch_backend.layer.base import SyncNormBase, replaced, running_tensors
 from multibn.torch_backend.train.checkpointing import checkpoint_contexts
 
 _NORMS = (_NormBase, SyncNormBase)
@@ -147,7 +147,7 @@ class ResidualBranch:
         if parameters:  # torch.func.functional_call would take much more time
             others = {id(p): other for p, other in zip(self.parameters, parameters, strict=True)}
             places += [(values, name, others[id(p)]) for values, name, p in self._places]
-        with self._again, _replaced(places), self._random_numbers(), self._autocasting():
+        with self._again, replaced(places), self._random_numbers(), self._autocasting():
             yield
 
     def _changed(self) -> str | None:
@@ -187,19 +187,6 @@ class ResidualBranch:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             yield
-
-
-@contextlib.contextmanager
-def _replaced(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Put a value under a name into each dict, and the former one back in the end."""
-    before = [(values, name, values[name]) for values, name, _ in places]
-    try:
-        for values, name, value in places:
-            values[name] = value
-        yield
-    finally:
-        for values, name, value in before:
-            values[name] = value
 
 
 def _read_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
