@@ -5,11 +5,7 @@ from contextlib import contextmanager
 
 import chainer
 
-from multibn.chainer_backend.links import (
-    MultiNodeBatchNormalization,
-    check_link,
-    step_accumulators,
-)
+from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link, step_accumulators
 from multibn.engine.running import update_running
 
 

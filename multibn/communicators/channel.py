@@ -252,10 +252,6 @@ class ChannelCommunicator(Handle, ABC):
         """Sum `x` on its device, if `reduces_on_device(x)`. This sum has no deadline."""
         raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
 
-    def allreduce_in_place(self, x: Array, /) -> Array:
-        """Sum as `allreduce_on_device` does, perhaps in the memory of `x`."""
-        return self.allreduce_on_device(x)
-
 
 class _Own(ChannelCommunicator, Transport):
     """A communicator of a user's own class, whose `allreduce` waits by itself.
@@ -316,9 +312,8 @@ class _Own(ChannelCommunicator, Transport):
     def _sum(self, a: HostArray) -> HostArray:
         own = self.native
         summed = own.allreduce(a.copy())
-        if (type(summed), getattr(summed, "dtype", None)) != (np.ndarray, a.dtype) or (
-            summed.shape != a.shape
-        ):
+        kind = type(summed), getattr(summed, "dtype", None), getattr(summed, "shape", None)
+        if kind != (np.ndarray, a.dtype, a.shape):
             raise_for_sum(own, f"{summed!r} for {a!r}")
         return cast(HostArray, summed)
 

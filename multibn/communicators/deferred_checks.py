@@ -121,8 +121,7 @@ def on_stream(stream: Any, x: Array, /) -> AbstractContextManager[Any]:
     if stream == stream_of(x):
         return nullcontext()
     cuda = sys.modules["torch"].cuda
-    external: AbstractContextManager[Any] = cuda.stream(cuda.ExternalStream(stream, x.device))
-    return external
+    return cuda.stream(cuda.ExternalStream(stream, x.device))
 
 
 def begin_copy(x: Array, unused: dict[Any, list[Any]]) -> Callable[[], HostArray]:
@@ -142,8 +141,7 @@ def begin_copy(x: Array, unused: dict[Any, list[Any]]) -> Callable[[], HostArray
         pinned = again.pop()
     else:
         with torch.inference_mode(False):  # else no copy in training could be written to it
-            options: Any = {"dtype": x.dtype, "device": "cpu", "pin_memory": True}
-            memory = torch.empty(x.shape, **options)
+            memory = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         pinned = memory, memory.numpy(), torch.Event(x.device)
     memory, copy, event = pinned
     memory.copy_(x, non_blocking=True)

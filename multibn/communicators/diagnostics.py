@@ -49,9 +49,7 @@ def group_ranks_by(answers: Iterable[str], preposition: str = "in") -> str:
     ranks: dict[str, list[int]] = {}
     for rank, answer in enumerate(answers):
         ranks.setdefault(answer, []).append(rank)
-    return "; ".join(
-        f"rank(s) {members} {preposition} {answer}" for answer, members in ranks.items()
-    )
+    return "; ".join(f"rank(s) {each} {preposition} {answer}" for answer, each in ranks.items())
 
 
 def describe_ranks(marks: Sequence[float], size: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from multibn import _version, wire
-from multibn.communicators.channel import check_kinds, resolved
+from multibn.communicators.channel import Compared, check_kinds, resolved
 from multibn.communicators.communicator import gather
 from multibn.communicators.diagnostics import (
     SAME_LAYERS_ADVICE,
@@ -27,7 +27,7 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     with so many channels.
     """
     channel = group.channel
-    compared = channel.compared if layer.is_function else layer.compared
+    compared: Compared = channel.compared if layer.is_function else layer.compared
 
     def key() -> tuple[str, str, int]:
         return channel.watchdog.token, layer.name, channels
@@ -42,17 +42,11 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
         channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
         channel.longest = max(channel.longest, wire.length(channels))
         compared[key()] = str(name), channel.num_first_messages
-    found: tuple[str, int] = compared[key()]
-    return found
+    return compared[key()]
 
 
 def all_ranks_agree(
-    communicator: Any,
-    kind: str,
-    facts: str = "",
-    *,
-    text: str = "",
-    mark: float = 0.0,
+    communicator: Any, kind: str, facts: str = "", *, text: str = "", mark: float = 0.0
 ) -> tuple[bool, float]:
     """Return whether all ranks pass the same `facts`, and the sum of their `mark`s.
 
@@ -128,6 +122,5 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
     are_backward = all("(backward, " in text for text in texts)
     advice = UNUSED_LAYER_ADVICE if are_backward else SAME_LAYERS_ADVICE
     log_and_raise(
-        RuntimeError,
-        f"the ranks are in different places: {group_ranks_by(texts)}. {advice}",
+        RuntimeError, f"the ranks are in different places: {group_ranks_by(texts)}. {advice}"
     )

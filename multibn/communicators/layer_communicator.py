@@ -94,14 +94,10 @@ class LayerCommunicator(Forwarding):
     def for_group(self, communicator: Communicator) -> "LayerCommunicator":
         """The same layer's messages over other processes."""
         if communicator not in self._elsewhere:
+            names = "options", "detail", "compared", "check_options", "is_function"
+            alike: Any = {name: getattr(self, name) for name in names}
             self._elsewhere[communicator] = LayerCommunicator(
-                communicator,
-                lambda: self.name,
-                options=self.options,
-                detail=self.detail,
-                compared=self.compared,
-                check_options=self.check_options,
-                is_function=self.is_function,
+                communicator, lambda: self.name, **alike
             )
         return self._elsewhere[communicator]
 
@@ -134,7 +130,7 @@ class LayerCommunicator(Forwarding):
         group = resolved(self)
         known = self.phases.get(key)
         if known is None or not known.is_over(group) or known.texts != self.texts:
-            known = self.phases[key] = LayerPhase(self, group, *key, like)
+            known = self.phases[key] = LayerPhase(self, group, key, like)
         return known
 
 
@@ -162,12 +158,8 @@ def reject_input(
     if error is not None:
         name = nonfinite.name_of(communicator)
         log_to_stderr(f"rank {communicator.rank} in {name}: {error}")
-    group = resolved(communicator)
-    if (
-        num_channels
-        and isinstance(communicator, LayerCommunicator)
-        and group.reduces_on_device(like)
-    ):
+    group, is_layer = resolved(communicator), isinstance(communicator, LayerCommunicator)
+    if num_channels and is_layer and group.reduces_on_device(like):
         n = wire.forward_payload(num_channels)
         communicator.for_phase("forward", like.dtype, n, like=like).send_refusal(like)
     else:
@@ -191,22 +183,15 @@ class LayerPhase(Forwarding):
     _payload: HostArray | None = None
 
     def __init__(
-        self,
-        layer: LayerCommunicator,
-        group: Any,
-        phase: str,
-        dtype: Any,
-        needs_gradient: bool,
-        finetune: bool,
-        n: int,
-        like: Any,
+        self, layer: LayerCommunicator, group: Any, key: tuple[str, Any, bool, bool, int], like: Any
     ) -> None:
+        phase, dtype, needs_gradient, finetune, n = key
         self.layer, self.texts = layer, layer.texts
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * bool(finetune)  # of messages that may meet
         self.gradients = "with gradients" if needs_gradient else "without gradients"
         self._num_numbers, self._in_message = n, slice(wire.HEAD, wire.HEAD + n)
-        before = layer.phases.get((phase, dtype, needs_gradient, finetune, n))
+        before = layer.phases.get(key)
         self._calls: list[int] = before._calls if before and before.is_over(group) else [0]
         self._latest = proxy(self)  # whose text is that of the latest call; keeps no layer alive
         # On a GPU: the dtype of messages, None where they go through host memory.
@@ -244,10 +229,7 @@ class LayerPhase(Forwarding):
         return self._payload
 
     def message(self, like: Array) -> Message | None:
-        """Memory on a torch GPU for a message; `allreduce` takes it.
-
-        None where such a message would go through host memory.
-        """
+        """Memory on a torch GPU for a message; None if the message goes through host memory."""
         device = like.device
         if device not in self._dtypes:
             takes = self._size > 1 and self._group.reduces_on_device(like)
@@ -309,10 +291,7 @@ class LayerPhase(Forwarding):
         return f"{display_name(self.layer.name)} ({self.name}, {self.kind}, call {number})"
 
     def _handshake(self, like: Any) -> list[float]:
-        """Check that all ranks are in the same layer, and return the head of its messages.
-
-        Collective unless the ranks have compared their layers.
-        """
+        """Check that all ranks are in the same layer, and return the head of its messages."""
         layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
         width = f"{channels} channels"
         self.kind += layer.detail(channels)

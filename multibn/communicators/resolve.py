@@ -260,11 +260,9 @@ class Group(Forwarding):
     def _look_up(self) -> Communicator:
         table = world().resolved if self.follows_default_group else _resolved
         if self._key not in table:
-            if isinstance(self.spec, int):
-                found = _consecutive(self.parent, self.spec)
-            else:
-                found = _on_same_machine(self.parent)
-            table[self._key] = found, self.parent
+            whole, spec = self.parent, self.spec
+            part = _consecutive(whole, spec) if isinstance(spec, int) else _on_same_machine(whole)
+            table[self._key] = part, whole
         found, parent = table[self._key]
         # This object's own parent: the process group of the table's may have been destroyed.
         return self.parent if found is parent else found

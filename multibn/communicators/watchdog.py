@@ -234,11 +234,7 @@ class Watchdog:
         )
 
     def _fail(
-        self,
-        kind: type[Exception],
-        message: str,
-        more: str = "",
-        cause: BaseException | None = None,
+        self, kind: type[Exception], message: str, more: str = "", cause: Any = None
     ) -> NoReturn:
         """Raise an error; the other ranks and stderr get the `message` alone."""
         self._note_failure(message)
@@ -287,10 +283,7 @@ def _some(ranks: list[int]) -> str:
 
 
 def check_timeout() -> float:
-    """MULTIBN_TIMEOUT in seconds, or 300; raises unless it is positive.
-
-    Infinity stands for a hundred million seconds.
-    """
+    """MULTIBN_TIMEOUT in seconds, at most `_LONGEST`, or 300; raises unless it is positive."""
     text = os.environ.get("MULTIBN_TIMEOUT", "300")
     with contextlib.suppress(ValueError):
         if float(text) > 0:

@@ -35,13 +35,8 @@ from multibn.kernels.spec import (
 from multibn.kernels.steps import update_running
 from multibn.wire import NO_BIT
 
-FIELDS: dict[Any, list[str]] = dict(
-    zip(
-        (NormArgs, Gradient, BatchStatistics, PackedStatistics, Running),
-        map(str.split, _core.fields),
-        strict=True,
-    )
-)
+_KINDS = NormArgs, Gradient, BatchStatistics, PackedStatistics, Running
+FIELDS: dict[Any, list[str]] = dict(zip(_KINDS, map(str.split, _core.fields), strict=True))
 
 
 def num_threads() -> int:

@@ -107,14 +107,8 @@ def finish_forward(
     looked_at, length = summed, 2 * C
     if length > _SHARE:
         looked_at, length = new(-(-length // _SHARE)), -(-length // _SHARE)
-        launch(
-            steps.nonfinite_flags,
-            length,
-            (summed, looked_at, 2 * C),
-            _NONFINITE_FLAGS,
-            "nonfinite_flags",
-            _known,
-        )
+        flags = summed, looked_at, 2 * C
+        launch(steps.nonfinite_flags, length, flags, _NONFINITE_FLAGS, "nonfinite_flags", _known)
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
     arguments = summed, *unpack(batch), weight, bias, found, *arrays, looked_at, *numbers
     key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), tilings.dtype, *key
@@ -167,15 +161,8 @@ def finish_backward(
     tilings, inputs, key, of_output = begun
     if coefficients:
         weight, found = g.input.weight, summed.new_empty((4, *tilings.shape), dtype=tilings.dtype)
-        arguments = (
-            summed,
-            *g.batch[:2],
-            weight,
-            factor,
-            found,
-            number(g.input.eps),
-            tilings.channels,
-        )
+        scalars = number(g.input.eps), tilings.channels
+        arguments = summed, *g.batch[:2], weight, factor, found, *scalars
         key = "gradient", _kind(weight), _kind(factor), tilings.dtype
         _step(steps.gradient_coefficients, arguments, _STEP, key)
         return found, None

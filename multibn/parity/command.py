@@ -22,12 +22,9 @@ NEEDS = {
     "torch": ["torch"],
     "chainer": ["chainer"],
     "flax": ["flax", "jax"],
-    "models": [],
-    "single process": [],
     "gloo": ["torch"],
     "mpi": ["mpi4py"],
     "chainermn naive": ["chainer", "mpi4py"],
-    "shard_map": [],
 }
 TIMEOUT = 600.0  # seconds for a launch
 MOST_RANKS = 1024  # of a launch: more processes would exhaust a machine before an error
@@ -172,7 +169,7 @@ def judge(errors: Sequence[Error]) -> tuple[str, str]:
 
 def missing(adapter: str, over: str) -> str:
     """Why the combination cannot be run here; "" if nothing is missing."""
-    needs = dict.fromkeys(NEEDS[adapter] + NEEDS[over])
+    needs = dict.fromkeys(NEEDS.get(adapter, []) + NEEDS.get(over, []))
     absent = [f"{name} is not installed" for name in needs if not importable(name)]
     if LAUNCHERS.get(over) == "mpiexec" and find_command("mpiexec") is None:
         absent.append("no mpiexec on PATH")

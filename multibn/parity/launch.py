@@ -166,14 +166,8 @@ def run_workers(
     """
     name = f"{function} over {communicator_name}, {size} rank(s)"
     with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
-        worker = [
-            "-m",
-            "multibn.parity.launch",
-            function,
-            communicator_name,
-            json.dumps(options),
-            directory,
-        ]
+        text = json.dumps(options)
+        worker = ["-m", "multibn.parity.launch", function, communicator_name, text, directory]
         command = launch_command(LAUNCHERS[communicator_name], size, worker)
         try:
             ran = run(command, timeout=timeout, variables=variables)

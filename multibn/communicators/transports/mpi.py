@@ -137,10 +137,7 @@ class MPI(ChannelCommunicator):
 
 @cache
 def _find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
-    """The communicator of these ranks of MPI.COMM_WORLD, None for all of them.
-
-    Collective over those ranks when it is first called for them.
-    """
+    """The communicator of ranks of MPI.COMM_WORLD, None for all. Collective in its first call."""
     from mpi4py import MPI as mpi
 
     world = mpi.COMM_WORLD

@@ -75,7 +75,7 @@ class SharedMemory:
             core.arrive(gate, 1, gate, gate, 0)
         self._slots = None
 
-    def find_missing(self) -> RankLostError | None:
+    def _find_missing(self) -> RankLostError | None:
         """The error to raise if a rank has left, or its process has ended."""
         for rank, (pid, gate) in enumerate(zip(self._pids, self._leaving, strict=True)):
             if core.wait(gate, 1, 0.0, 0.0):
@@ -96,30 +96,22 @@ class SharedMemory:
         return None
 
     def _add_all(self, a: HostArray, at: int, seconds: float) -> bool:
-        """Wait for all ranks and compute the sum; False if one has not come within that time."""
-        if not self._all_here(seconds):
-            return False
+        """Wait for all ranks, then sum; False if one is late. Raises if a process has ended."""
+        gate, goal = self._gate, self._begun * self._size
+        while not core.wait(gate, goal, min(seconds, _LOOK), self._yielding - self._waited):
+            self._waited += _LOOK
+            seconds -= _LOOK
+            missing = self._find_missing()
+            if missing is None and seconds <= 0:
+                return False
+            if missing is not None and not core.wait(gate, goal, 0.0, 0.0):  # nor came before
+                raise missing
         parity = self._begun & 1
         if a.dtype == np.float64:
             core.add(at, self._slots_at[parity], _SLOT, self._size, a.size)
         else:
             rows = self._slots[parity].view(a.dtype)[:, : a.size]
             np.add.reduce(rows, axis=0, dtype=a.dtype, out=a.reshape(-1))
-        return True
-
-    def _all_here(self, seconds: float) -> bool:
-        """Whether all ranks come within that time; raises if a process has ended."""
-        gate, goal = self._gate, self._begun * self._size
-        while not core.wait(gate, goal, min(seconds, _LOOK), self._yielding - self._waited):
-            self._waited += _LOOK
-            seconds -= _LOOK
-            missing = self.find_missing()
-            if missing is not None:
-                if core.wait(gate, goal, 0.0, 0.0):  # it had come before
-                    return True
-                raise missing
-            if seconds <= 0:
-                return False
         return True
 
 
@@ -183,18 +175,12 @@ def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
         return None
     # int(): whoever can write to the store must not control the path.
     path = f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}"
-    try:
-        if os.readlink(path) != f"/memfd:{offer['name']} (deleted)":
-            return None
-        fd = os.open(path, os.O_RDWR)
-        try:
-            if os.fstat(fd).st_size != offer["nbytes"]:
-                return None
-            return mmap.mmap(fd, 0)
-        finally:
-            os.close(fd)
-    except OSError:
-        return None
+    with suppress(OSError):
+        if os.readlink(path) == f"/memfd:{offer['name']} (deleted)":
+            with open(path, "r+b", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size == offer["nbytes"]:
+                    return mmap.mmap(file.fileno(), 0)
+    return None
 
 
 def unavailable_reason() -> str | None:

@@ -70,7 +70,7 @@ class StoreStatusBoard:
     def _publish(self, text: str) -> None:
         if not self._number:
             self._number = self._store.add(_COUNTER, 1) % _WRITTEN
-        self._store.set(_key(self._number), text)
+        self._store.set(f"notice {self._number}", text)
         self._store.add(_COUNTER, _WRITTEN)
 
     def _clear(self, size: int) -> None:
@@ -82,7 +82,8 @@ class StoreStatusBoard:
         count = self._store.add(_COUNTER, 0)
         if count == self._count:
             return
-        keys = [_key(number) for number in range(1, count % _WRITTEN + 1) if number != self._number]
+        others = (n for n in range(1, count % _WRITTEN + 1) if n != self._number)
+        keys = [f"notice {n}" for n in others]
         if keys and not self._store.check(keys):  # one is being written
             keys = [key for key in keys if self._store.check([key])]
         else:
@@ -90,10 +91,6 @@ class StoreStatusBoard:
         for text in self._store.multi_get(keys) if keys else ():
             rank, notice = json.loads(text)
             self._notices[rank] = Status(*notice)
-
-
-def _key(number: int) -> str:
-    return f"notice {number}"
 
 
 class _StoreThread:

@@ -113,9 +113,8 @@ class TorchDistributed(ChannelCommunicator):
 
     @property
     def rank(self) -> int:
-        if self._ranks is None:
-            return dist.get_rank()
-        return self._ranks.index(dist.get_rank())
+        rank = dist.get_rank()
+        return rank if self._ranks is None else self._ranks.index(rank)
 
     @property
     def size(self) -> int:

@@ -181,10 +181,7 @@ class SyncNormBase(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
         group = self.layer_communicator.communicator
-        return {
-            **(own or self.__dict__),
-            "layer_communicator": None if group is LOCAL else group,
-        }
+        return {**(own or self.__dict__), "layer_communicator": None if group is LOCAL else group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -9,11 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from multibn._typing import Nonfinite, Weighting, check_number
-from multibn.communicators import (
-    Communicator,
-    CommunicatorLike,
-    as_communicator,
-)
+from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import statistics
 from multibn.engine.plan import NormArgs, Plan
@@ -22,11 +18,7 @@ from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference, steps
 from multibn.kernels.spec import unpack
 from multibn.options import NormOptions
-from multibn.torch_backend._torch_private import (
-    IS_EXPORTING,
-    MAKE_FX,
-    get_dispatch_mode,
-)
+from multibn.torch_backend._torch_private import IS_EXPORTING, MAKE_FX, get_dispatch_mode
 from multibn.torch_backend.layer import autograd, compiled, dtensors, validation
 
 
@@ -175,12 +167,7 @@ def _channels_of(tensors: dict[str, Any]) -> int | None:
 
 
 def normalize_with_batch_stats(
-    args: NormArgs,
-    num_channels: int | None,
-    communicator: Communicator,
-    /,
-    *,
-    weighting: Weighting,
+    args: NormArgs, num_channels: int | None, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
     """Normalize an input by the batch's statistics, with one message each way. Collective.
 

@@ -18,12 +18,7 @@ from multibn.torch_backend.layer.autograd import (
     disable_dispatch_modes_in_recompute,
     running_stats_of,
 )
-from multibn.torch_backend.layer.base import (
-    LOCAL,
-    SyncNormBase,
-    has_hooks,
-    updates_running,
-)
+from multibn.torch_backend.layer.base import LOCAL, SyncNormBase, has_hooks, updates_running
 from multibn.torch_backend.layer.modules import call_node
 
 _STATISTICS = ("running_mean", "running_var")
