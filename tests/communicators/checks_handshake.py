@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ from torch import nn
 
 from multibn import torch_backend
 from multibn.communicators import Communicator
-from multibn.options import NormOptions
 from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.spread import OTHERS
@@ -226,14 +226,15 @@ def check_an_option_that_links_get_later_on_one_rank_is_an_error_on_all(
 def check_an_option_of_one_call_is_an_error_on_all(world: Communicator) -> None:
     """Also of a function that the ranks have called with like options before."""
     x = torch.randn(4, 2)
-    for name in (field.name for field in fields(NormOptions) if field.name != "fuse_relu"):
+    keywords = inspect.getfullargspec(torch_backend.sync_batch_norm).kwonlyargs
+    for name in [name for name in keywords if name in OTHERS and name != "momentum"]:
         for value in OTHERS[name]:
             torch_backend.sync_batch_norm(x, process_group=world)
             torch_backend.sync_batch_norm(x, process_group=world, **{name: value})
-            options = {name: value} if world.rank == 1 else {}
+            given = {name: value} if world.rank == 1 else {}
             message = rf"\[1\] with {name}={value}. Build the same model"
             with pytest.raises(ValueError, match=message):
-                torch_backend.sync_batch_norm(x, process_group=world, **options)
+                torch_backend.sync_batch_norm(x, process_group=world, **given)
 
 
 def check_functions_use_the_very_group_of_the_layers(world: Communicator) -> None:
