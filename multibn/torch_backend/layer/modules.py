@@ -261,8 +261,17 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         else:  # parametrized
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `validation.non_channel_axes`
-        options = self.eps, axis, self.fuse_relu
-        return NormArgs(x, weight, bias, *options, mask, residual, running)
+        return NormArgs(
+            x=x,
+            weight=weight,
+            bias=bias,
+            eps=self.eps,
+            axis=axis,
+            relu=self.fuse_relu,
+            mask=mask,
+            residual=residual,
+            running=running,
+        )
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):

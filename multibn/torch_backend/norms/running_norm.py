@@ -49,7 +49,7 @@ class RunningNorm(nn.Module):
         check_eps(eps)
         check_number("clip", clip, "(0, inf)", none="any output")
         self.eps, self.clip, self.process_group = eps, clip, as_communicator(process_group)
-        zeros = torch.zeros(self.shape, dtype=torch.float64)
+        zeros = torch.zeros(self.shape, dtype=torch.float64, device=None)
         for name, value in (("mean", zeros), ("var", zeros + 1), ("count", zeros.new_zeros(()))):
             self.register_buffer(name, value)
         self.freeze(False)
