@@ -112,7 +112,7 @@ programs: $(PROGRAMS)/installed  #: other people's models, trainers and rules: t
 	$(PROGRAMS)/bin/python -m pytest --require programs tests/programs
 
 # Environments of their own that see the packages of the other one: Ray's, and another MPI.
-$(VENV)/ray/installed $(VENV)/mpich/installed: $(VENV)/%/installed: $(VENV)/installed
+$(VENV)/ray/installed $(VENV)/mpich/installed $(VENV)/ipyparallel/installed: $(VENV)/%/installed: $(VENV)/installed
 	test -x $(VENV)/$*/bin/python || $(BIN)/python -m venv $(VENV)/$*
 	$(VENV)/$*/bin/python -c "import site; own = site.getsitepackages()[0]; \
 		open(own + '/other.pth', 'w').write(own.replace('$(VENV)/$*', '$(VENV)'))"
@@ -120,11 +120,11 @@ $(VENV)/ray/installed $(VENV)/mpich/installed: $(VENV)/%/installed: $(VENV)/inst
 	$(VENV)/$*/bin/python -m pip install --quiet --group clusters-$*
 	touch $@
 
-clusters: $(VENV)/ray/installed $(VENV)/mpich/installed  #: Slurm (as root, by apt), Ray Train and MPICH, for real
+clusters: $(VENV)/ray/installed $(VENV)/mpich/installed $(VENV)/ipyparallel/installed  #: Slurm (as root, by apt), Ray Train, MPICH and ipyparallel, for real
 	mkdir -p out
 	command -v slurmctld > /dev/null || (apt-get update && \
 		apt-get install --yes --no-install-recommends slurm-wlm munge libpmix2) > out/slurm.log 2>&1 || true
-	$(BIN)/python -m pytest -rs --require ray,mpich tests/clusters
+	$(BIN)/python -m pytest -rs --require ray,mpich,ipyparallel tests/clusters
 
 $(VENV)/versions: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group versions

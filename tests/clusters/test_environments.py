@@ -1,5 +1,6 @@
-"""Launchers with an environment of their own: Ray Train and MPICH. `make clusters`."""
+"""Launchers with an environment of their own: Ray Train, MPICH, ipyparallel. `make clusters`."""
 
+import json
 import os
 import re
 import subprocess
@@ -52,3 +53,12 @@ def test_mpich_prints_the_losses(tmp_path: Path) -> None:
     )
     printed = _run(tmp_path, launcher, "-n", 2, python, "-m", "mpi4py", "train_mpi.py")
     assert re.findall(r"^step \d: loss .*$", printed, re.MULTILINE) == LOSSES
+
+
+def test_cells_of_ipyparallel_go_on_after_an_error(tmp_path: Path) -> None:
+    python = _python("ipyparallel")
+    (tmp_path / "cells.py").write_text(programs(GUIDE)["cells.py"])
+    error, means = _run(tmp_path, python, "cells.py").splitlines()[-2:]
+    assert re.search(r"FloatingPointError: .* not finite: .* on rank\(s\) \[1\] of 2", error)
+    left, right = json.loads(means)
+    assert left == right

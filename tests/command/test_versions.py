@@ -53,7 +53,8 @@ def test_the_wheel_names_what_users_install_and_nothing_else() -> None:
     told = re.findall(r"'\.\[([\w,]+)\]'", "".join(page.read_text() for page in pages))
     assert {name for names in told for name in names.split(",")} <= extras
     tools = (ROOT / "Makefile").read_text() + (ROOT / "noxfile.py").read_text()
-    tools = "".join(tools.replace("clusters-$*", f"clusters-{name}") for name in ("ray", "mpich"))
+    names = "ray", "mpich", "ipyparallel"
+    tools = "".join(tools.replace("clusters-$*", f"clusters-{name}") for name in names)
     assert {*re.findall(r'--group[", ]+([\w-]+)', tools)} == groups
     assert len(re.findall(r"--upgrade[', \"]+pip>=25.1", tools)) == 2 * 4  # wherever a group goes
 

@@ -71,6 +71,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "programs": lambda: importable("torchinfo"),  # which no other group has
     "ray": lambda: Path(".venv/ray/installed").exists(),
     "mpich": lambda: Path(".venv/mpich/installed").exists(),
+    "ipyparallel": lambda: Path(".venv/ipyparallel/installed").exists(),
     "slurm": lambda: os.geteuid() == 0 and bool(shutil.which("slurmctld")),
 }
 

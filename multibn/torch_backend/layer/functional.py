@@ -292,7 +292,11 @@ def align_gradient(y: Tensor) -> Tensor:
     is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
     if is_eager and y.requires_grad and y.is_cpu and 1 in y.shape:
         strides = y.stride()
-        y.register_hook(lambda g: g.new_empty_strided(g.shape, strides).copy_(g))
+
+        def aligned(g: Tensor) -> Tensor:
+            return g if g.stride() == strides else g.new_empty_strided(g.shape, strides).copy_(g)
+
+        y.register_hook(aligned)
     return y
 
 
