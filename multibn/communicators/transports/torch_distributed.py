@@ -146,6 +146,7 @@ class TorchDistributed(ChannelCommunicator):
         return self.allreduce_in_place(x.detach().clone(memory_format=torch.contiguous_format))
 
     def allreduce_in_place(self, x: Array, /) -> Array:
+        """Sum as `allreduce_on_device` does, in the memory of `x`."""
         # As dist.all_reduce, which asks six functions about the group and the tensor.
         work = self.group.allreduce([x], _SUM)
         if work is not None:  # of a backend that does not wait by itself
