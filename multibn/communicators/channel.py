@@ -252,6 +252,10 @@ class ChannelCommunicator(Handle, ABC):
         """Sum `x` on its device, if `reduces_on_device(x)`. This sum has no deadline."""
         raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
 
+    def allreduce_in_place(self, x: Array, /) -> Array:
+        """Sum as `allreduce_on_device` does, perhaps in the memory of `x`."""
+        return self.allreduce_on_device(x)
+
 
 class _Own(ChannelCommunicator, Transport):
     """A communicator of a user's own class, whose `allreduce` waits by itself.
