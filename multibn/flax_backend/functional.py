@@ -276,8 +276,8 @@ def _sums_jvp(axis: Any, dtype: str, primals: Any, tangents: Any) -> Any:
 def _computed_once(*arrays: Array) -> Array:
     """Stack arrays of channels, before XLA broadcasts them to an activation, or their gradients.
 
-    XLA for CPU would fuse the arithmetic behind them into the loop over the activation, float64
-    and all, and repeat it for each element. It fuses no product of matrices.
+    XLA for CPU would fuse the float64 arithmetic that yields them into the loop over the
+    activation, and repeat it for each element. XLA does not fuse a product of matrices.
     """
     return lax.platform_dependent(
         jnp.stack(arrays),

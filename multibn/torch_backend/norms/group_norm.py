@@ -94,7 +94,8 @@ class SyncGroupNorm(SyncGroupsBase, nn.GroupNorm):
 
     Collective, in evaluation, too: every rank of `process_group` must call the layer, with the same
     N samples. One allreduce each way, of 2NG+4 and 2NG+2 float64 numbers for G groups, and one more
-    for each new N. Gradients of weight and bias are sums over this rank's part: add them up.
+    for each new N. Gradients of weight and bias are sums over this rank's part:
+    add them over the ranks that share a sample.
 
     Raises
     ------
