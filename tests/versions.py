@@ -31,6 +31,7 @@ PACKAGES = {
     "NumPy": ["numpy"],
     "CuPy": ["cupy-cuda12x", "cupy-cuda13x"],
     "Chainer": ["chainer"],
+    "flax": ["flax"],
 }
 COUNTS = ("passed", "failed", "skipped")
 COLUMNS = ("set", "Python", *PACKAGES, *COUNTS, "date", "commit")

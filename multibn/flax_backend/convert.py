@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from multibn._typing import RunningVar, Weighting, list_obstacles
+from multibn.flax_backend.functional import Options
 from multibn.flax_backend.mesh_axis import AxisName, Groups
 from multibn.flax_backend.nnx import BatchNorm
 
@@ -52,24 +53,21 @@ def convert_batch_norm(
     >>> type(revert_batch_norm(model).layers[0]) is nnx.BatchNorm
     True
     """
-    BatchNorm(
-        1, weighting=weighting, running_var=running_var, sum_dtype=sum_dtype, rngs=nnx.Rngs(0)
-    )
-    obstacles, found = {}, False
-    for path, layer in nnx.iter_modules(model):
+    Options.of(Options(weighting=weighting, running_var=running_var, sum_dtype=sum_dtype))
+    obstacles: dict[str, str] = {}
+    layers = [(p, m) for p, m in nnx.iter_modules(model) if isinstance(m, nnx.BatchNorm)]
+    for path, layer in layers:
         if type(layer) in (nnx.BatchNorm, BatchNorm):
-            found = True
             layer.__class__ = BatchNorm
-            layer.configure(weighting, running_var, sum_dtype)
+            layer.weighting, layer.running_var, layer.sum_dtype = weighting, running_var, sum_dtype
             if axis_name is not None:
                 layer.axis_name, layer.axis_index_groups = axis_name, axis_index_groups
-        elif isinstance(layer, nnx.BatchNorm):
-            obstacles[".".join(map(str, path))] = (
-                f"the class {type(layer).__qualname__} is not flax's"
-            )
+        else:
+            why = f"the class {type(layer).__qualname__} is not flax's"
+            obstacles[".".join(map(str, path))] = why
     if obstacles:
         warnings.warn(list_obstacles(obstacles, "layer(s) stay as they are"), stacklevel=2)
-    elif not found:
+    elif not layers:
         warnings.warn("`model` has no flax.nnx.BatchNorm: nothing to convert.", stacklevel=2)
     return model
 

@@ -15,10 +15,11 @@ from jax import lax
 
 from multibn import wire
 from multibn._typing import Array, RunningVar, Weighting, check_choice, check_eps, check_number
+from multibn.communicators import SingleProcess
 from multibn.engine import masks
 from multibn.engine.running import running_variance
 from multibn.engine.statistics import OneValueError, not_floating, reduced_axes
-from multibn.flax_backend.mesh_axis import AxisName, Groups, devices, spread
+from multibn.flax_backend.mesh_axis import AxisName, Groups, MeshAxis, spread
 from multibn.kernels import BatchStatistics, NormArgs, reference, steps
 from multibn.kernels.spec import NOT_FINITE, OK
 
@@ -88,10 +89,7 @@ def sync_batch_norm(
 ) -> tuple[Array, BatchStatistics]:
     """Normalize `x` by the statistics of the batch that all devices hold together.
 
-    Under jax.shard_map and jax.pmap, the devices along `axis_name` share statistics: one psum in
-    each pass, of 2C+2 float64 numbers, and one more of C+1 for a float64 input. Under jax.jit over
-    sharded arrays, `axis_name` is None, and the program is that of one process. All transformations
-    of JAX apply.
+    Devices share, and all transformations of JAX apply, as in `BatchNorm`.
 
     Parameters
     ----------
@@ -167,7 +165,8 @@ def _run(arrays: Any, options: Options, use_running: bool) -> Batch:
         mean, var = map(steps.as_wide, running)
         known = BatchStatistics(mean, var, one, one)
         return Batch(reference.normalize(args, known), running)
-    shared = devices(options.axis_name, options.axis_index_groups)
+    name, groups = options.axis_name, options.axis_index_groups
+    shared: Any = SingleProcess() if name is None else MeshAxis(name, groups)
     weight, count = _weigh(args, options.weighting, shared)
     axis, dtype = args.axis, reference.arithmetic_dtype(jnp, x.dtype)
     n, is_wide = steps.at_least_one(count), dtype == jnp.float64
@@ -186,7 +185,7 @@ def _run(arrays: Any, options: Options, use_running: bool) -> Batch:
     mean = own + first
     meansqr = second - first * first + mean * mean
     summed = shared.allreduce(steps.pack(mean, meansqr, weight, count, wire.rank_bit(shared.rank)))
-    of_y, _ = steps.statistics_of(args, spread(summed, x, options.axis_name), weight, count)
+    of_y, _ = steps.statistics_of(args, spread(summed, x, name), weight, count)
     scales = 1.0 / jnp.sqrt(of_y.var + args.eps)
     scales = scales if scale is None else scales * steps.as_wide(scale)
     shifts = (own - of_y.mean) * scales

@@ -7,7 +7,6 @@ import jax
 from jax import lax
 
 from multibn._typing import Array
-from multibn.communicators import SingleProcess
 
 AxisName: TypeAlias = Any  # a string, or several; whatever is hashable
 Groups: TypeAlias = Sequence[Sequence[int]] | None
@@ -49,11 +48,6 @@ class MeshAxis:
                 f"`axis_index_groups` needs jax.shard_map(..., check_vma=False), or jax.pmap: got "
                 f"{self.groups} where JAX tells varying values from others."
             ) from error
-
-
-def devices(name: AxisName, groups: Groups) -> Any:
-    """The devices that share statistics; with None as the name, the program alone."""
-    return SingleProcess() if name is None else MeshAxis(name, groups)
 
 
 def spread(summed: Array, x: Array, name: AxisName) -> Array:

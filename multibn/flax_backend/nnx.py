@@ -93,10 +93,6 @@ class BatchNorm(nnx.BatchNorm):
         **options: Any,
     ) -> None:
         super().__init__(num_features, **options)
-        self.configure(weighting, running_var, sum_dtype)
-
-    def configure(self, weighting: Weighting, running_var: RunningVar, sum_dtype: Any) -> None:
-        """Set the options that flax's layer lacks; raises for a wrong value."""
         self.weighting, self.running_var, self.sum_dtype = weighting, running_var, sum_dtype
         Options.of(self)
 

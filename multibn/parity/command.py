@@ -5,8 +5,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from multibn._platform import find_command, importable
@@ -14,7 +13,7 @@ from multibn.communicators import SingleProcess
 from multibn.parity import devices
 from multibn.parity.cases import CASES, select
 from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
-from multibn.parity.pair import find, load_pair
+from multibn.parity.pair import load_pair
 from multibn.parity.worker import ADAPTERS, Error
 
 # The modules that adapters and communicators need.
@@ -73,12 +72,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--ranks must be from 1 to {MOST_RANKS}: got {outside[0]}.")
     if args.model and not missing("models", "gloo"):
         sys.path.insert(0, os.getcwd())  # as `environment` of ranks
-        try:
-            find(args.model)
-        except (Exception, SystemExit) as error:
-            wanted = "--model must be MODULE:FUNCTION, importable from this folder"
-            why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{wanted}: got {args.model!r} ({why}).") from error
         _, _, x, _ = load_pair(args.model, SingleProcess())
         if sizes[-1] > len(x):  # many functions of Chainer refuse an empty batch
             raise ValueError(
@@ -99,30 +92,14 @@ def run(args: argparse.Namespace) -> int:
     ]
     launches += [("shard_map", sizes[-1])] if not args.model else []
     verdicts: list[str] = []
-    with _progress(len(launches)) as tell:
-        for number, (over, size) in enumerate(launches):
-            tell(number)
-            verdicts += launch(over, size, ["flax"] if over == "shard_map" else adapters, **options)
+    start = time.monotonic()
+    for number, (over, size) in enumerate(launches, 1):
+        seconds = time.monotonic() - start
+        said = f"launch {number} of {len(launches)}, after {seconds:.0f} s"
+        print(said, file=sys.stderr, flush=True)
+        verdicts += launch(over, size, ["flax"] if over == "shard_map" else adapters, **options)
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
     return exit_status(verdicts)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """Tell how many launches are over: a bar on a terminal with rich, and else lines on stderr."""
-    if sys.stdout.isatty() and importable("rich"):
-        from rich.progress import Progress
-
-        with Progress(transient=True) as bar:  # what is printed meanwhile stays above the bar
-            task = bar.add_task("launches of ranks", total=total)
-            yield lambda number: bar.update(task, completed=number)
-        return
-    start = time.monotonic()
-    yield lambda number: print(
-        f"launch {number + 1} of {total}, after {time.monotonic() - start:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def launch(over: str, size: int, adapters: Iterable[str], **options: Any) -> list[str]:

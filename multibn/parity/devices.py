@@ -71,8 +71,8 @@ def _program(
         return jax.pmap(run, axis_name=AXIS)
     mesh = jax.make_mesh((size,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(AXIS)
-    rows = partial(_of_row, run)
-    return jax.jit(jax.shard_map(rows, mesh=mesh, in_specs=spec, out_specs=spec))
+    row = jax.vmap(run)  # of the one row that a device has
+    return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
 def _step(
@@ -115,11 +115,6 @@ def _layer(case: Case, decay: float, axis_name: str | None, *state: Any) -> Any:
     layer.scale, layer.bias = nnx.Param(scale), nnx.Param(bias)
     layer.mean, layer.var = nnx.BatchStat(mean), nnx.BatchStat(var)
     return layer
-
-
-def _of_row(run: Any, *arrays: Any) -> tuple[Any, ...]:
-    """What `run` gives for the one row of a device."""
-    return tuple(v[None] for v in run(*(a[0] for a in arrays)))
 
 
 def _padded(a: Array, shape: tuple[int, ...]) -> Array:

@@ -1,8 +1,9 @@
 """A user's model in each framework: what the comparison of two reads, and sets."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,29 +13,61 @@ from multibn.options import NormOptions
 from multibn.parity.oracle import Array
 from multibn.parity.worker import Arrays, Chainer, Torch
 
-Options = dict[str, object]
+
+class _Model:
+    """What is alike in all frameworks."""
+
+    title: str
+    classes: tuple[str, str]  # the framework's class of models: its module, its name
+    # Attributes: eps; of batch norm also momentum, scale, shift, and the variance's convention.
+    words: tuple[str, str, str, str, str]
+    convention = "unbiased_global"  # of layers without that attribute
+    has_decay = True  # where others have a momentum
+
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        """All layers with their names, which have dots."""
+        raise NotImplementedError
+
+    def options(self) -> Iterator[tuple[str, dict[str, object]]]:
+        """Yield the options of each layer that has an eps, by the layer's name."""
+        eps, momentum, scale, shift, convention = self.words
+        for name, layer in self.layers():
+            if not hasattr(layer, eps):
+                continue
+            shared = NormOptions.of(SimpleNamespace(eps=getattr(layer, eps)), layer)
+            # The other model may have the ReLU behind the layer.
+            options = {k: v for k, v in vars(shared).items() if k != "fuse_relu"}
+            if hasattr(layer, momentum):
+                value = getattr(layer, momentum)
+                options["momentum (1 - decay)"] = round(1 - value, 12) if self.has_decay else value
+                options["affine (gamma)"] = getattr(layer, scale) is not None
+                options["bias (beta)"] = getattr(layer, shift) is not None
+                options["running_var (avg_var)"] = getattr(layer, convention, self.convention)
+            yield name, options
+
+    def recorder(self) -> tuple[Arrays, Callable[[Any, Any], None]]:
+        """Return a dict, and what keeps the output of a layer's first call there."""
+        found: Arrays = {}
+        names = {id(layer): name for name, layer in self.layers() if name}
+
+        def keep(layer: Any, y: Any) -> None:
+            if id(layer) in names and isinstance(y, np.ndarray):
+                found.setdefault(names[id(layer)], y.copy())
+
+        return found, keep
 
 
-class TorchModel(Torch):
-    title, classes = "torch", ("torch.nn", "Module")
+class TorchModel(Torch, _Model):
+    title, classes, has_decay = "torch", ("torch.nn", "Module"), False
+    words = "eps", "momentum", "weight", "bias", "running_var_convention"
 
-    def norms(self) -> Iterator[Any]:
-        return iter(self.module.modules())
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        return self.module.named_modules()  # type: ignore[no-any-return]
 
     def synchronize(self, communicator: Communicator) -> None:
         from multibn.torch_backend import convert_sync_batchnorm
 
         self.module = self.call = convert_sync_batchnorm(self.module, communicator)
-
-    def options(self) -> Iterator[tuple[str, Options]]:
-        """Yield the options of each layer that has an eps, by the layer's name."""
-        for name, layer in self.module.named_modules():
-            of_norm: tuple[Any, ...] = ()
-            if hasattr(layer, "running_var"):
-                convention = getattr(layer, "running_var_convention", "unbiased_global")
-                of_norm = layer.momentum, layer.weight, layer.bias, convention
-            if hasattr(layer, "eps"):
-                yield name, _options(vars(NormOptions.of(layer)), *of_norm)
 
     def load(self, state: Mapping[str, Array]) -> None:
         import torch
@@ -44,27 +77,23 @@ class TorchModel(Torch):
     @contextmanager
     def outputs(self) -> Iterator[Arrays]:
         """Record the output of each layer's first call, by the layer's name."""
-        found: Arrays = {}
+        found, keep = self.recorder()
 
-        def record(name: str) -> Callable[[Any, Any, Any], None]:
-            def hook(_layer: Any, _args: Any, y: Any) -> None:
-                if hasattr(y, "detach"):
-                    found.setdefault(name, y.detach().numpy().copy())
+        def hook(layer: Any, _: Any, y: Any) -> None:
+            keep(layer, y.detach().numpy() if hasattr(y, "detach") else y)
 
-            return hook
-
-        named = [(name, layer) for name, layer in self.module.named_modules() if name]
-        hooks = [layer.register_forward_hook(record(name)) for name, layer in named]
+        hooks = [layer.register_forward_hook(hook) for _, layer in self.layers()]
         yield found
-        for hook in hooks:
-            hook.remove()
+        for each in hooks:
+            each.remove()
 
 
-class ChainerModel(Chainer):
+class ChainerModel(Chainer, _Model):
     title, classes = "Chainer", ("chainer", "Link")
+    words = "eps", "decay", "gamma", "beta", "avg_var_convention"
 
-    def norms(self) -> Iterator[Any]:
-        return iter(self.link.links())
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        return ((path[1:].replace("/", "."), link) for path, link in self.link.namedlinks())
 
     def synchronize(self, communicator: Communicator) -> None:
         from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
@@ -76,15 +105,6 @@ class ChainerModel(Chainer):
         is_plain = not any(isinstance(link, MultiNodeBatchNormalization) for link in links)
         if is_plain or any(isinstance(link, L.BatchNormalization) for link in links):
             self.link = self.call = create_mnbn_model(self.link, communicator)
-
-    def options(self) -> Iterator[tuple[str, Options]]:
-        for path, link in self.link.namedlinks():
-            of_norm: tuple[Any, ...] = ()
-            if hasattr(link, "avg_var") and hasattr(link, "decay"):
-                convention = getattr(link, "avg_var_convention", "unbiased_global")
-                of_norm = round(1 - link.decay, 12), link.gamma, link.beta, convention
-            if hasattr(link, "eps"):
-                yield _dotted(path), _options(vars(NormOptions.of(link)), *of_norm)
 
     def state(self) -> Any:
         from chainer.serializers import DictionarySerializer
@@ -102,43 +122,29 @@ class ChainerModel(Chainer):
     def outputs(self) -> Iterator[Arrays]:
         from chainer import LinkHook
 
-        found: Arrays = {}
-        names = {id(link): _dotted(path) for path, link in self.link.namedlinks()}
+        found, keep = self.recorder()
 
         class Recorder(LinkHook):
             def forward_postprocess(self, args: Any) -> None:
-                if hasattr(args.out, "array"):
-                    found.setdefault(names.get(id(args.link), ""), args.out.array.copy())
+                keep(args.link, getattr(args.out, "array", None))
 
         with Recorder():
             yield found
 
 
-class FlaxModel:
+class FlaxModel(_Model):
     """A model of flax.nnx, in one process: its layers share with no other."""
 
-    title, classes = "flax", ("flax.nnx", "Module")
+    title, classes, convention = "flax", ("flax.nnx", "Module"), "biased"
+    words = "epsilon", "momentum", "scale", "bias", "running_var"
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def norms(self) -> Iterator[Any]:
-        return iter(())
-
     def synchronize(self, communicator: Communicator) -> None:
         """Do nothing: ranks know the model's arrays, as it has run on the whole input."""
 
-    def options(self) -> Iterator[tuple[str, Options]]:
-        for name, layer in self._layers():
-            of_norm: tuple[Any, ...] = ()
-            if hasattr(layer, "momentum"):
-                convention = getattr(layer, "running_var", "biased")
-                of_norm = round(1 - layer.momentum, 12), layer.scale, layer.bias, convention
-            if hasattr(layer, "epsilon"):
-                weighting = getattr(layer, "weighting", "element")
-                yield name, _options({"eps": layer.epsilon, "weighting": weighting}, *of_norm)
-
-    def _layers(self) -> Iterator[tuple[str, Any]]:
+    def layers(self) -> Iterable[tuple[str, Any]]:
         from flax import nnx
 
         return ((".".join(map(str, path)), m) for path, m in nnx.iter_modules(self.model))
@@ -189,7 +195,7 @@ class FlaxModel:
 
             return type(cls.__name__, (cls,), {"__call__": call})
 
-        classes = [(m, type(m), name) for name, m in self._layers() if name and callable(m)]
+        classes = [(m, type(m), name) for name, m in self.layers() if name and callable(m)]
         for m, cls, name in classes:
             m.__class__ = recording(cls, name)
         yield found
@@ -209,17 +215,3 @@ def model_of(found: object) -> Model | None:
         if isinstance(found, getattr(sys.modules.get(module), name, ())):
             return kind(found)
     return None
-
-
-def _options(shared: Options, *of_norm: Any) -> Options:
-    """Return a layer's options under names that all frameworks share."""
-    options = {k: v for k, v in shared.items() if k != "fuse_relu"}  # the other may have a ReLU
-    if of_norm:
-        options["momentum (1 - decay)"], weight, bias, convention = of_norm
-        options["affine (gamma)"], options["bias (beta)"] = weight is not None, bias is not None
-        options["running_var (avg_var)"] = convention
-    return options
-
-
-def _dotted(path: str) -> str:
-    return path[1:].replace("/", ".")

@@ -1,7 +1,7 @@
 """The user's own pair of models, in two frameworks, and its comparison on each rank."""
 
-import importlib
 import math
+import pkgutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -58,16 +58,19 @@ def compare_models(communicator: Communicator, path: str) -> list[Error]:
 
 
 def find(path: str) -> Callable[[], Any]:
-    """The user's function that "module:function" names."""
+    """The user's function that "module:function" names; raises ValueError for anything else."""
     if importable("chainer"):
         import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
 
-    module, _, name = path.partition(":")
-    if not name:
-        raise ValueError("no :FUNCTION")
-    found = getattr(importlib.import_module(module), name)
-    if not callable(found):
-        raise ValueError(f"a {type(found).__qualname__}, which cannot be called")
+    try:
+        found = pkgutil.resolve_name(path)
+        if not callable(found):
+            raise TypeError(f"a {type(found).__qualname__} cannot be called")
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"--model must be MODULE:FUNCTION, importable from this folder: got {path!r} "
+            f"({type(error).__name__}: {error})."
+        ) from error
     return cast(Callable[[], Any], found)
 
 
@@ -171,7 +174,7 @@ def _load(path: str, first: Any, second: Any) -> None:
 
 def _set_ranks(path: str, model: Model, ranks: Communicator) -> None:
     """Set the communicator of multibn's layers; raise for other synchronized layers."""
-    for layer in model.norms():
+    for _, layer in model.layers():
         name, package = type(layer).__qualname__, type(layer).__module__.partition(".")[0]
         if hasattr(layer, "norm_options"):
             layer.process_group = ranks

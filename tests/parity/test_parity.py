@@ -157,7 +157,9 @@ def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(command, "run_workers", lambda *_, **__: [errors])
     monkeypatch.setattr(command, "LAUNCHERS", {"chainermn naive": "mpiexec"})
     assert cli.main(["parity", "--ranks", "16", "--cases", case]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert re.fullmatch(r"launch 1 of 2, after \d+ s\nlaunch 2 of 2, after \d+ s\n", said.err)
     assert max(map(len, lines)) <= 80
     assert lines[0] == "Each row shows the largest error relative to its bound."
     header, first = (line.index for line in lines[1:3])

@@ -1,9 +1,5 @@
 """`multibn parity` as a user runs it, on one and two ranks and a few cases."""
 
-import os
-import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,11 +65,11 @@ def test_a_pair_of_models_is_compared_on_two_ranks(function: str) -> None:
     "model, why",
     [
         ("tests.helpers.models:pear", "AttributeError: module 'tests.helpers.models' has no attr"),
-        ("tests.helpers.models", "ValueError: no :FUNCTION"),
-        ("tests.helpers.models:__doc__", "ValueError: a str, which cannot be called"),
-        ("./m:pair", "TypeError: the 'package' argument is required to perform a relative impo"),
+        ("tests.helpers.models", "TypeError: a module cannot be called"),
+        ("tests.helpers.models:__doc__", "TypeError: a str cannot be called"),
+        ("./m:pair", "ValueError: invalid format: './m:pair'"),
         ("tests.helpers.moddels:pair", "ModuleNotFoundError: No module named 'tests.helpers.modd"),
-        (":pair", "ValueError: Empty module name"),
+        (":pair", "ValueError: invalid format: ':pair'"),
         ("exits:pair", "SystemExit: 0"),
         ("divides:pair", "ZeroDivisionError: division by zero"),
     ],
@@ -93,27 +89,3 @@ def test_a_misspelt_pair_is_an_error_before_any_launch(
         "multibn parity: --model must be MODULE:FUNCTION, importable from this f"
     )
     assert f": got {model!r} ({why}" in said.err
-
-
-def test_a_terminal_has_a_bar_below_the_rows() -> None:
-    """A pseudo-terminal has it; elsewhere lines on stderr tell which launch runs."""
-    require.need("cli")
-    import pty
-
-    script = (
-        "from multibn.parity import command\n"
-        "with command._progress(2) as tell:\n"
-        "    for number in range(2):\n"
-        "        tell(number)\n"
-        "        print('row', number)\n"
-    )
-    master, slave = pty.openpty()
-    run = partial(subprocess.run, [sys.executable, "-c", script], check=True)
-    run(stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"})
-    os.close(slave)
-    shown = os.read(master, 100_000).decode()
-    assert "launches of ranks" in shown
-    assert re.search("row 0.*row 1", shown, re.DOTALL)
-    plain = run(capture_output=True, text=True)
-    assert plain.stdout == "row 0\nrow 1\n"
-    assert re.fullmatch(r"launch 1 of 2, after \d+ s\nlaunch 2 of 2, after \d+ s\n", plain.stderr)
