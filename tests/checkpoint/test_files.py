@@ -2,9 +2,11 @@
 
 import io
 import os
+import re
 import stat
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,13 @@ def make(path: Path, state: dict[str, Any] | None = None) -> Path:
     return path
 
 
+def edit(path: Path, at: int, change: Callable[[int], int]) -> None:
+    """Change one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] = change(data[at])
+    path.write_bytes(data)
+
+
 def destination(source: Path) -> Path:
     path = source.with_name("dst.pt" if source.suffix == ".npz" else "dst.npz")
     path.write_bytes(BEFORE)
@@ -67,9 +76,34 @@ def refused(source: Path, message: str, **options: Any) -> None:
     assert sorted(source.parent.iterdir()) == before
 
 
-def test_uninitialised_parameters_are_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", **(arrays() | {"fc/W": np.asarray(None)}))
-    refused(tmp_path / "a.npz", r"Python objects other than arrays\. .* Chainer pickles unin")
+def _cut(path: Path) -> None:
+    """An array whose last element is missing."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(4, "f4"))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("fc/W.npy", buffer.getvalue()[:-4])
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda path: np.savez(path, **(arrays() | {"fc/W": np.asarray(None)})),
+         r"Python objects other than arrays\. .* Chainer pickles unin"),
+        (lambda path: np.savez(path, W=np.ones(2, np.longdouble)),
+         "'W' must be a dense array .* of at most 8 bytes: got float128"),
+        (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"),
+         r"a\.npz: HDF5 is not supported: load the file with chainer\.serial"),
+        (lambda path: make(path.with_suffix(".pt")).rename(path),
+         r"must be a dense array or tensor of real .*: got bytes\. .* and \.pt for torch"),
+        (_cut, r"ValueError\('EOF: reading array data, expected 16 bytes got 12"),
+    ],
+    ids=["uninitialised", "longdouble", "HDF5", "torch", "cut"],
+)  # fmt: skip
+def test_a_file_that_is_not_what_its_name_says_is_refused(
+    spoil: Any, message: str, tmp_path: Path
+) -> None:
+    spoil(tmp_path / "a.npz")
+    refused(tmp_path / "a.npz", message)
 
 
 def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
@@ -81,40 +115,31 @@ def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
     refused(tmp_path / "a.npz", message.format("updater/model:main"))
     refused(tmp_path / "a.npz", "'LogReport/_log'|bytes: got <U2. Select", prefix="extensions")
     refused(tmp_path / "a.npz", "Python objects other", prefix="updater/iterator:main")
-    refused(
-        tmp_path / "a.npz", r"no key starts with the prefix 'x': found 'extensions', ", prefix="x"
-    )
+    refused(tmp_path / "a.npz", "starts with the prefix 'x': found 'extensions', ", prefix="x")
     for prefix in ("updater/model:main", "updater/model:main/"):
         state = convert(tmp_path / "a.npz", tmp_path / "a.pt", prefix=prefix).state
         assert "bn.running_mean" in state
 
 
 def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
-    model = tensors()
-    torch.save({"model": model, "optimizer": {"state": {0: model}}, "epoch": 3}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", r"more than a model: pass `prefix`, 'model' \(--prefix model\)\.")
-    two = {"ema": model, "model": model}
-    torch.save(two, tmp_path / "b.pt")
-    refused(tmp_path / "b.pt", r"pass `prefix`, 'ema' or 'model' \(--prefix ema\)")
-    torch.save({"model": {"steps": 3}}, tmp_path / "b.pt")
-    refused(tmp_path / "b.pt", "'model' must be a dense array or tensor of real .*: got dict. Sel")
-    refused(
-        tmp_path / "a.pt", "starts with the prefix 'modle': found 'epoch', 'model'", prefix="modle"
-    )
-    refused(tmp_path / "a.pt", "a dict of tensors by name: got dict", prefix="optimizer.state")
-    torch.save({"all": {"model": model}, "epoch": 3}, tmp_path / "a.pt")
-    torch.save({"all": {"model": {}}}, tmp_path / "b.pt")
-    message = r"starts with the prefix 'all\.model': found no key in 'all\.model'\. Pass another"
-    refused(tmp_path / "b.pt", message, prefix="all.model")
-    message = r"starts with the prefix 'all\.model\.x': found 'bn', .* in 'all\.model'"
-    refused(tmp_path / "a.pt", message, prefix="all.model.x")
-    for prefix in ("all.model", "all.model."):
-        state = convert(tmp_path / "a.pt", tmp_path / "a.npz", prefix=prefix).state
-        assert "bn/avg_mean" in state
-    state = convert(tmp_path / "a.pt", tmp_path / "a.npz", prefix="all.model.fc").state
-    assert list(state) == ["W", "b"]
-    torch.save([model], tmp_path / "b.pt")
-    refused(tmp_path / "b.pt", "must hold a dict of tensors by name: got list. Save `model.st")
+    model, path = tensors(), tmp_path / "a.pt"
+    script = {"model": model, "optimizer": {"state": {0: model}}, "epoch": 3}
+    nested = {"all": {"model": model}, "epoch": 3}
+    for state, prefix, message in (
+        (script, "", r"more than a model: pass `prefix`, 'model' \(--prefix model\)\."),
+        (script, "modle", "starts with the prefix 'modle': found 'epoch', 'model'"),
+        (script, "optimizer.state", "a dict of tensors by name: got dict"),
+        ({"ema": model, "model": model}, "", r"`prefix`, 'ema' or 'model' \(--prefix ema\)"),
+        ({"model": {"steps": 3}}, "", "'model' must be a dense array or .* real .*: got dict. Sel"),
+        ({"all": {"model": {}}}, "all.model", r"'all\.model': found no key in 'all\.model'\. Pass"),
+        (nested, "all.model.x", r"prefix 'all\.model\.x': found 'bn', .* in 'all\.model'"),
+        ([model], "", "must hold a dict of tensors by name: got list. Save `model.st"),
+    ):
+        torch.save(state, path)
+        refused(path, message, prefix=prefix)
+    torch.save(nested, path)
+    for prefix, key in {"all.model": "bn/N", "all.model.": "bn/N", "all.model.fc": "W"}.items():
+        assert key in convert(path, tmp_path / "a.npz", prefix=prefix).state
 
 
 # torch 2.11 and 2.15 warn, in other words, of every sparse tensor that they load.
@@ -125,14 +150,12 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
     [
         (torch.eye(2).to_sparse(), "a dense array or tensor of real numbers of at most 8 bytes"),
         (torch.zeros(2, device="meta"), "a dense array or tensor of real numbers of at most 8 b"),
-        (
-            torch.zeros(2, 2).to(torch.float8_e5m2),
-            r"dense and .* dtype that NumPy supports: .* Conv",
-        ),
+        (torch.zeros(2, 2).to(torch.float8_e5m2),
+         r"dense and .* dtype that NumPy supports: .* Conv"),
         (torch.zeros(2, dtype=torch.complex64), "a dense array or tensor of real .*: got comp"),
     ],
     ids=["sparse", "meta", "float8", "complex"],
-)
+)  # fmt: skip
 def test_tensors_that_numpy_does_not_have_are_refused(
     value: Any, message: str, tmp_path: Path
 ) -> None:
@@ -143,41 +166,23 @@ def test_tensors_that_numpy_does_not_have_are_refused(
             convert(tmp_path / "a.pt", tmp_path / "b.pth")
 
 
-def test_numbers_that_torch_does_not_have_are_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", W=np.ones(2, np.longdouble))
-    refused(tmp_path / "a.npz", "'W' must be a dense array .* of at most 8 bytes: got float128")
-
-
-def test_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
-    data = make(tmp_path / "a.pt").read_bytes()
-    value = tensors()["fc.weight"].numpy().tobytes()
-    assert data.count(value) == 1
-    (tmp_path / "a.pt").write_bytes(data.replace(value, value[:-1] + bytes([value[-1] ^ 1])))
-    refused(tmp_path / "a.pt", DAMAGED)
-
-
-def test_an_archive_with_hidden_members_is_refused(tmp_path: Path) -> None:
+def test_wrong_checksums_and_hidden_members_are_refused(tmp_path: Path) -> None:
     """One bit makes the comment of the last member but one swallow the last."""
+    path = make(tmp_path / "a.pt")
+    edit(path, path.read_bytes().index(tensors()["fc.weight"].numpy()), lambda byte: byte ^ 1)
+    refused(path, DAMAGED)
     path = make(tmp_path / "a.npz")
-    data = bytearray(path.read_bytes())
-    *_, entry, _ = [i for i in range(len(data)) if data[i : i + 4] == b"PK\x01\x02"]
-    data[entry + 32] ^= 64  # the comment's length
-    path.write_bytes(data)
+    *_, entry, _ = [match.start() for match in re.finditer(b"PK\x01\x02", path.read_bytes())]
+    edit(path, entry + 32, lambda byte: byte ^ 64)  # the comment's length
     refused(path, DAMAGED)
 
 
-def test_an_archive_with_more_members_than_its_last_record_can_count_is_read(
-    tmp_path: Path,
-) -> None:
+def test_archives_with_a_comment_or_with_counts_elsewhere_are_read(tmp_path: Path) -> None:
     path = make(tmp_path / "a.npz")
-    data = bytearray(path.read_bytes())
-    data[-14:-10] = b"\xff" * 4  # the counts, which another record then has
-    path.write_bytes(data)
+    for at in range(-14, -10):  # the counts, which another record then has
+        edit(path, at, lambda _: 0xFF)
     assert files.read(path, "").keys() == arrays().keys()
-
-
-def test_an_archive_with_a_comment_is_read(tmp_path: Path) -> None:
-    path = make(tmp_path / "a.npz")
+    make(path)
     with zipfile.ZipFile(path, "a") as archive:
         archive.comment = b"after 90 epochs"
     assert files.read(path, "").keys() == arrays().keys()
@@ -186,13 +191,10 @@ def test_an_archive_with_a_comment_is_read(tmp_path: Path) -> None:
 def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     """torch.load gives memory that nobody has written for it."""
     path = make(tmp_path / "a.pt")
-    data = bytearray(path.read_bytes())
-    entry = max(i for i in range(len(data)) if data[i:].startswith(b"PK\x01\x02"))
-    data[entry + 38] |= 0x21  # attributes of MS-DOS: read-only, and of a file
-    path.write_bytes(data)
+    attributes = path.read_bytes().rindex(b"PK\x01\x02") + 38
+    edit(path, attributes, lambda byte: byte | 0x21)  # of MS-DOS: read-only, and of a file
     assert files.read(path, "").keys() == tensors().keys()
-    data[entry + 38] |= 0x10
-    path.write_bytes(data)
+    edit(path, attributes, lambda byte: byte | 0x10)
     refused(path, DAMAGED)
 
 
@@ -207,19 +209,13 @@ class Made:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-@pytest.mark.parametrize(
-    "made",
-    [
-        Made(torch.FloatTensor, 60),
-        Made(torch.Tensor, 60),
-        Made(nn.Parameter, Made(torch.FloatTensor, 60)),
-    ],
-    ids=lambda made: made.call[0].__name__,
-)
-def test_memory_that_a_file_does_not_write_is_refused(
-    made: Made, is_zip: bool, tmp_path: Path
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", [torch.FloatTensor, torch.Tensor])
+def test_unwritten_memory_is_refused(
+    kind: Any, wrapped: bool, is_zip: bool, tmp_path: Path
 ) -> None:
-    state = tensors() | {"fc.weight": made}
+    made = Made(kind, 60)
+    state = tensors() | {"fc.weight": Made(nn.Parameter, made) if wrapped else made}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
     refused(tmp_path / "a.pt", r"'fc\.weight' must be a tensor whose data is stored in the file: g")
 
@@ -237,36 +233,13 @@ def test_archives_that_would_fill_the_memory_are_refused(
 ) -> None:
     monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 10_000)
     make(tmp_path / "a.npz", {"fc/W": np.zeros((1000, 1000))})
-    refused(
-        tmp_path / "a.npz",
-        r"decompresses to 8000128 bytes, more than 100 times its file size \(\d+\)",
-    )
+    message = r"decompresses to 8000128 bytes, more than 100 times its file size \(\d+\)"
+    refused(tmp_path / "a.npz", message)
     torch.save({"fc.weight": torch.zeros(1).expand(1000, 1000)}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", "decompresses to 4000000 bytes")
-
-
-def test_a_large_file_may_hold_a_hundred_times_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 1)
-    np.savez(tmp_path / "a.npz", W=np.ones((2, 2)))
-    assert list(convert(tmp_path / "a.npz", tmp_path / "a.pt").state) == ["weight"]
-
-
-def test_a_shape_that_the_data_do_not_have_is_refused(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros(4, "f4"))
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        archive.writestr("fc/W.npy", buffer.getvalue()[:-4])
-    refused(tmp_path / "a.npz", r"ValueError\('EOF: reading array data, expected 16 bytes got 12")
-
-
-def test_a_torch_file_called_npz_is_refused(tmp_path: Path) -> None:
-    make(tmp_path / "a.pt").rename(tmp_path / "a.npz")
-    refused(
-        tmp_path / "a.npz",
-        r"must be a dense array or tensor of real .*: got bytes\. .* and \.pt for torch",
-    )
+    monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 1)  # a hundred times the file's size may pass
+    np.savez(tmp_path / "b.npz", W=np.ones((2, 2)))
+    assert list(convert(tmp_path / "b.npz", tmp_path / "b.pt").state) == ["weight"]
 
 
 def test_other_compressions_are_refused(tmp_path: Path) -> None:
@@ -292,18 +265,12 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         ("a\0.npz", "a.pt", "no such file"),
         ("", "a.pt", "the suffix must be one of"),
         ("a.npz", "b.txt", r"b\.txt: the suffix must be one of \.npz, \.pt, .*: got '\.txt'"),
-        (
-            "a.npz",
-            "b",
-            r"got 'none'\. The suffix says .*: rename the file\. .* b\.npz, and then `p",
-        ),
-        (
-            "a.h5",
-            "a.pt",
-            r"got '\.h5'\. HDF5 is not supported: load the file with .*load_hdf5, and save",
-        ),
+        ("a.npz", "b",
+         r"got 'none'\. The suffix says .*: rename the file\. .* b\.npz, and then `p"),
+        ("a.h5", "a.pt",
+         r"got '\.h5'\. HDF5 is not supported: load the file with .*load_hdf5, and save"),
         ("a.npz", "a.hdf5", "HDF5 is not supported"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / src, tmp_path / dst)
     before = sorted(tmp_path.iterdir())
@@ -312,9 +279,7 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
             convert(source, tmp_path / dst)
     with pytest.raises(OSError, match=rf"no such folder: make it first: '{tmp_path}/none'$"):
         convert(source, tmp_path / "none/b.pt")
-    with pytest.raises(
-        CheckpointError, match=r"no key starts with the prefix 'b': found 'bn'\. Pass"
-    ):
+    with pytest.raises(CheckpointError, match=r"starts with the prefix 'b': found 'bn'\. Pass"):
         convert(source, tmp_path / "b.pt", prefix="b")
     assert sorted(tmp_path.iterdir()) == before
     assert convert(link, link).state.keys() == convert(source, tmp_path / "b.NPZ").state.keys()
@@ -322,7 +287,7 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
     refused(tmp_path / "pipe.npz", "not a regular file")
 
 
-def test_what_is_written_has_the_modes_of_a_new_file(tmp_path: Path) -> None:
+def test_what_is_written_has_the_modes_of_a_new_file_and_a_link_stays_one(tmp_path: Path) -> None:
     source = make(tmp_path / "a.npz")
     new, old = tmp_path / "new.pt", tmp_path / "old.pt"
     old.write_bytes(BEFORE)
@@ -332,6 +297,11 @@ def test_what_is_written_has_the_modes_of_a_new_file(tmp_path: Path) -> None:
     old.chmod(0o640)
     convert(source, old)
     assert stat.S_IMODE(old.stat().st_mode) == 0o640
+    (tmp_path / "latest.pt").symlink_to("old.pt")
+    old.write_bytes(BEFORE)
+    convert(source, tmp_path / "latest.pt")
+    assert (tmp_path / "latest.pt").is_symlink()
+    assert torch.load(old, weights_only=True)
 
 
 @pytest.mark.parametrize(
@@ -346,14 +316,6 @@ def test_names_that_a_library_takes_for_something_else_are_refused(
     with pytest.raises(CheckpointError, match=message):
         files.write(path, {"w": np.ones(2), name: np.ones(3)})
     assert not path.exists()
-
-
-def test_a_link_stays_one(tmp_path: Path) -> None:
-    (tmp_path / "real.pt").write_bytes(BEFORE)
-    (tmp_path / "latest.pt").symlink_to("real.pt")
-    convert(make(tmp_path / "a.npz"), tmp_path / "latest.pt")
-    assert (tmp_path / "latest.pt").is_symlink()
-    assert torch.load(tmp_path / "real.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
@@ -385,6 +347,8 @@ def test_within_a_framework_only_format_and_names_change(
     again = files.read(target, "")
     assert again.keys() == expected.keys()
     assert all(np.array_equal(again[key], expected[key]) for key in expected)
+    if one == ".pt":  # torch wrote so before 1.6
+        torch.save(tensors(), source, _use_new_zipfile_serialization=False)
     renamed = convert(source, target, names={"bn": "norm", "fc": None})
     assert all(key.startswith("norm") for key in renamed.state)
 
@@ -418,13 +382,6 @@ def test_a_library_that_is_missing_is_named(
         assert not target.exists()
 
 
-def test_hdf5_under_another_name_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.npz").write_bytes(b"\x89HDF\r\n\x1a\n")
-    refused(
-        tmp_path / "a.npz", r"a\.npz: HDF5 is not supported: load the file with chainer\.serial"
-    )
-
-
 def test_safetensors_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = make(tmp_path / "a.npz"), tmp_path / "a.safetensors"
     make(tmp_path / "b.npz", {"fc/W": np.asfortranarray(np.arange(6, dtype=">f8").reshape(2, 3))})
@@ -437,8 +394,3 @@ def test_safetensors_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(np.array_equal(state[key], expected[key]) for key in expected)
     convert(tmp_path / "b.npz", target)
     np.testing.assert_array_equal(files.read(target, "")["fc.weight"], [[0, 1, 2], [3, 4, 5]])
-
-
-def test_torch_files_from_before_zip_are_read(tmp_path: Path) -> None:
-    torch.save(tensors(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
-    assert "bn/avg_mean" in convert(tmp_path / "a.pt", tmp_path / "a.npz").state

@@ -88,7 +88,16 @@ class Framework:
     pool: Any
     concat: Any
     mean: Any
-    call: Any
+
+    def __init__(self, layers: dict[str, Layer]) -> None:
+        self.blocks: dict[str, dict[str, Any]] = {}
+        for name, layer in layers.items():
+            block, _, leaf = name.partition(".")
+            self.blocks.setdefault(block, {})[leaf] = getattr(self, layer.kind)(layer)
+
+    def call(self, name: str, x: Any) -> Any:
+        block, _, leaf = name.partition(".")
+        return self.blocks[block][leaf](x)
 
 
 class Torch(Framework):
@@ -98,25 +107,14 @@ class Torch(Framework):
     concat = staticmethod(lambda x, y: torch.cat([x, y], 1))
     mean = staticmethod(lambda x: x.mean((2, 3)))
 
-    def __init__(self, layers: dict[str, Layer]) -> None:
-        make: Any = {
-            "conv": lambda v: nn.Conv2d(v.n_in, v.n_out, v.size, v.stride, v.size // 2),
-            "deconv": lambda v: nn.ConvTranspose2d(v.n_in, v.n_out, v.size, v.stride),
-            "bn": lambda v: nn.BatchNorm2d(v.n_out, eps=EPS),
-            "linear": lambda v: nn.Linear(v.n_in, v.n_out),
-        }
-        self.model: Any = nn.ModuleDict()
-        for name, layer in layers.items():
-            block, _, leaf = name.partition(".")
-            if block not in self.model:
-                self.model[block] = nn.ModuleDict()
-            blocks: Any = self.model[block]
-            blocks[leaf] = make[layer.kind](layer)
-        self.model.eval()
+    conv = staticmethod(lambda v: nn.Conv2d(v.n_in, v.n_out, v.size, v.stride, v.size // 2))
+    deconv = staticmethod(lambda v: nn.ConvTranspose2d(v.n_in, v.n_out, v.size, v.stride))
+    bn = staticmethod(lambda v: nn.BatchNorm2d(v.n_out, eps=EPS))
+    linear = staticmethod(lambda v: nn.Linear(v.n_in, v.n_out))
 
-    def call(self, name: str, x: Any) -> Any:
-        layer: Any = self.model.get_submodule(name)
-        return layer(x)
+    def __init__(self, layers: dict[str, Layer]) -> None:
+        super().__init__(layers)
+        self.model = nn.ModuleDict({k: nn.ModuleDict(v) for k, v in self.blocks.items()}).eval()
 
     def load(self, path: Path) -> None:
         self.model.load_state_dict(torch.load(path))
@@ -133,23 +131,15 @@ class Chainer(Framework):
     concat = staticmethod(lambda x, y: CF.concat([x, y], 1))
     mean = staticmethod(lambda x: CF.mean(x, (2, 3)))
 
-    def __init__(self, layers: dict[str, Layer]) -> None:
-        make: Any = {
-            "conv": lambda v: L.Convolution2D(v.n_in, v.n_out, v.size, v.stride, v.size // 2),
-            "deconv": lambda v: L.Deconvolution2D(v.n_in, v.n_out, v.size, v.stride),
-            "bn": lambda v: L.BatchNormalization(v.n_out, eps=EPS),
-            "linear": lambda v: L.Linear(v.n_in, v.n_out),
-        }
-        self.model = chainer.Chain()
-        for name, layer in layers.items():
-            block, _, leaf = name.partition(".")
-            if not hasattr(self.model, block):
-                self.model.add_link(block, chainer.Chain())
-            getattr(self.model, block).add_link(leaf, make[layer.kind](layer))
+    conv = staticmethod(lambda v: L.Convolution2D(v.n_in, v.n_out, v.size, v.stride, v.size // 2))
+    deconv = staticmethod(lambda v: L.Deconvolution2D(v.n_in, v.n_out, v.size, v.stride))
+    bn = staticmethod(lambda v: L.BatchNormalization(v.n_out, eps=EPS))
+    linear = staticmethod(lambda v: L.Linear(v.n_in, v.n_out))
 
-    def call(self, name: str, x: Any) -> Any:
-        block, _, leaf = name.partition(".")
-        return self.model[block][leaf](x)
+    def __init__(self, layers: dict[str, Layer]) -> None:
+        super().__init__(layers)
+        chains = {name: chainer.Chain(**block) for name, block in self.blocks.items()}
+        self.model = chainer.Chain(**chains)
 
     def load(self, path: Path) -> None:
         chainer.serializers.load_npz(path, self.model)
@@ -166,35 +156,25 @@ class Flax(Framework):
     concat = staticmethod(lambda x, y: jnp.concatenate([x, y], -1))
     mean = staticmethod(lambda x: x.mean((1, 2)))
 
+    some: Any = {"rngs": nnx.Rngs(0), "kernel_init": nnx.initializers.zeros}  # is loaded
+
+    def conv(self, v: Layer) -> Any:
+        given: Any = {"strides": v.stride, "padding": v.size // 2, **self.some}
+        return nnx.Conv(v.n_in, v.n_out, (v.size, v.size), **given)
+
+    def deconv(self, v: Layer) -> Any:
+        given: Any = {"strides": (v.stride, v.stride), "padding": "VALID", **self.some}
+        return nnx.ConvTranspose(v.n_in, v.n_out, (v.size, v.size), **given)
+
+    def bn(self, v: Layer) -> Any:
+        return nnx.BatchNorm(v.n_out, use_running_average=True, epsilon=EPS, rngs=nnx.Rngs(0))
+
+    def linear(self, v: Layer) -> Any:
+        return nnx.Linear(v.n_in, v.n_out, **self.some)
+
     def __init__(self, layers: dict[str, Layer]) -> None:
-        some: Any = {"rngs": nnx.Rngs(0), "kernel_init": nnx.initializers.zeros}  # is loaded
-
-        def conv(v: Layer) -> Any:
-            p = v.size // 2
-            return nnx.Conv(
-                v.n_in, v.n_out, (v.size, v.size), v.stride, padding=((p, p), (p, p)), **some
-            )
-
-        make: Any = {
-            "conv": conv,
-            "deconv": lambda v: nnx.ConvTranspose(
-                v.n_in, v.n_out, (v.size, v.size), (v.stride, v.stride), padding="VALID", **some
-            ),
-            "bn": lambda v: nnx.BatchNorm(
-                v.n_out, use_running_average=True, epsilon=EPS, rngs=some["rngs"]
-            ),
-            "linear": lambda v: nnx.Linear(v.n_in, v.n_out, **some),
-        }
-        self.model: Any = nnx.Module()
-        for name, layer in layers.items():
-            block, _, leaf = name.partition(".")
-            if not hasattr(self.model, block):
-                setattr(self.model, block, nnx.Module())
-            setattr(getattr(self.model, block), leaf, make[layer.kind](layer))
-
-    def call(self, name: str, x: Any) -> Any:
-        block, _, leaf = name.partition(".")
-        return getattr(getattr(self.model, block), leaf)(x)
+        super().__init__(layers)
+        self.model = nnx.Dict({name: nnx.Dict(block) for name, block in self.blocks.items()})
 
     def load(self, path: Path) -> None:
         variables = serialization.msgpack_restore(path.read_bytes())

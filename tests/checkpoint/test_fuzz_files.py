@@ -38,16 +38,6 @@ SECONDS, BYTES = 10, 1.5 * 2**30  # what one file may cost: see _ALWAYS_ALLOWED
 Mutation = Callable[[Path, random.Random, Path], None]
 
 
-class Payload:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
-
-
 def truncate(path: Path, rng: random.Random, marker: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: rng.randrange(len(data))])
@@ -75,7 +65,7 @@ def other_format(path: Path, rng: random.Random, marker: Path) -> None:
 
 
 def pickled(path: Path, rng: random.Random, marker: Path) -> None:
-    payload = Payload(marker)
+    payload = plain.Made(os.mkdir, str(marker))
     if path.suffix == ".npz":
         value = np.empty((), object) if rng.random() < 0.5 else np.empty(4, object)
         value[...] = payload
@@ -257,7 +247,7 @@ def test_a_mutated_file_is_refused_or_sound(tmp_path: Path) -> None:
 
 def test_the_payload_executes_when_it_is_unpickled(tmp_path: Path) -> None:
     """What the test above rests on."""
-    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
+    pickle.loads(pickle.dumps(plain.Made(os.mkdir, str(tmp_path / "executed"))))
     assert (tmp_path / "executed").exists()
     pickled(tmp_path / "a.npz", random.Random(0), tmp_path / "again")
     with np.load(tmp_path / "a.npz", allow_pickle=True) as file:

@@ -123,15 +123,13 @@ def test_integers_are_never_averaged() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"x": np.zeros(2)},
-            r"have 'x', .*: got none in states\[0\] and \(2,\) float64 in st.*\[1",
-        ),
+        ({"x": np.zeros(2)},
+         r"have 'x', .*: got none in states\[0\] and \(2,\) float64 in st.*\[1"),
         ({"bn/avg_var": None}, r"'bn/avg_var', .* got \(3,\) float64 in states\[0\] and none in "),
         ({"bn/avg_mean": np.zeros(4)}, r"'bn/avg_mean', .* and \(4,\) float64 in states\[1\]\. P"),
         ({"bn/avg_mean": np.zeros(3, "f4")}, r"one shape and dtype: .* and \(3,\) float32 in sta"),
     ],
-)
+)  # fmt: skip
 def test_states_of_unlike_models_are_refused(change: dict[str, Any], message: str) -> None:
     apart = states("chainer")
     changed = {key: a for key, a in (apart[1] | change).items() if a is not None}
@@ -164,14 +162,12 @@ def test_wrong_counts_are_refused(counts: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (
-            lambda s: [list(one.values()) for one in s],
-            r"list in the list\. Convert lists of arrays",
-        ),
+        (lambda s: [list(one.values()) for one in s],
+         r"list in the list\. Convert lists of arrays"),
         (lambda s: dict(enumerate(s)), "got dict. Convert"),
         (iter, "got list_iterator. Conv"),
     ],
-)
+)  # fmt: skip
 def test_states_that_are_no_list_of_dicts_are_refused(make: Any, message: str) -> None:
     with pytest.raises(TypeError, match=r"`states` must be a list of dicts, each of .*" + message):
         pool_states(make(states("torch")), COUNTS)

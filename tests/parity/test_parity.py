@@ -26,8 +26,7 @@ from multibn.torch_backend.layer.base import LayerOptions
 from tests.helpers import launch, models, require
 from tests.helpers.spread import OTHERS
 
-import chainer  # isort: skip (multibn makes it importable)
-from chainer import functions as F, links as L  # isort: skip
+from chainer import links as L  # isort: skip
 
 NEEDS = "torch chainer"
 
@@ -265,12 +264,11 @@ def test_options_that_differ_are_named_before_any_number(
 PAIR = "tests.helpers.models:pair"
 
 
-def _bare(*_: Any) -> Any:
-    raise KeyError("no data")
+def fails(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
 
-
-def _exits(*_: Any) -> Any:
-    raise SystemExit
+    return fail
 
 
 def changed(change: Callable[[Any, Any], object]) -> Callable[..., Any]:
@@ -284,21 +282,9 @@ def _scripted(torch_model: Any, chainer_model: Any) -> None:
         torch_model.bn = torch.jit.script(torch_model.bn)
 
 
-def _with_a_norm_of_ones_own(torch_model: Any, chainer_model: Any) -> None:
-    class Norm(chainer.Link):
-        def forward(self, x: Any) -> Any:
-            return F.fixed_batch_normalization(
-                x, self.gamma, self.beta, self.avg_mean, self.avg_var
-            )
-
-    norm, plain = Norm(), chainer_model.bn
-    for name in plain._persistent:
-        norm.add_persistent(name, getattr(plain, name))
-    with norm.init_scope():
-        norm.gamma, norm.beta = plain.gamma, plain.beta
-    del chainer_model.bn
-    with chainer_model.init_scope():
-        chainer_model.bn = norm
+class Norm(L.BatchNormalization):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
 
 
 def _with_chainermns_link(torch_model: Any, chainer_model: Any) -> None:
@@ -306,10 +292,6 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any) -> None:
 
     with pytest.warns(FutureWarning), chainer_model.init_scope():
         chainer_model.norm = MultiNodeBatchNormalization(4, None)
-
-
-def _summed(torch_model: Any, chainer_model: Any) -> None:
-    torch_model.register_forward_hook(lambda module, args, y: y.sum())
 
 
 @pytest.mark.parametrize(
@@ -320,34 +302,25 @@ def _summed(torch_model: Any, chainer_model: Any) -> None:
         (lambda t, c, x: (c, t, x), r"array: got ChainerModel, TorchModel, ndarray\."),
         (lambda t, c, x: (t, c, x.astype(int)), "input must be .* or float64: got int64 of tests"),
         (lambda t, c, x: (t, c, x[:2]), r"must have 3 or more samples: got 2 of tests\.helpers"),
-        (
-            lambda t, c, x: (t, c, x.astype("float64")),
-            r"the torch model of .* must take the example input, float64 of shape \(5, 3, 8, 8\), "
-            "and return an array: got RuntimeError: Input type",
-        ),
-        (_bare, r"models:pair has raised KeyError: 'no data' \(.*test_parity\.py, line \d+\)"),
-        (_exits, r"models:pair has raised SystemExit:  \(.*, line \d+\)"),
-        (
-            changed(lambda t, c: t.register_forward_hook(_exits)),
-            r"the torch model .* and return an array: got SystemExit: $",
-        ),
+        (lambda t, c, x: (t, c, x.astype("float64")),
+         r"the torch model of .* must take the example input, float64 of shape \(5, 3, 8, 8\), "
+         "and return an array: got RuntimeError: Input type"),
+        (fails(KeyError("no data")),
+         r"models:pair has raised KeyError: 'no data' \(.*test_parity\.py, line \d+\)"),
+        (fails(SystemExit()), r"models:pair has raised SystemExit:  \(.*, line \d+\)"),
+        (changed(lambda t, c: t.register_forward_hook(fails(SystemExit()))),
+         r"the torch model .* and return an array: got SystemExit: $"),
         (changed(_scripted), r"must have layers that can .*: 1 .* synchronized: bn \(torch\.jit"),
-        (
-            changed(_with_a_norm_of_ones_own),
-            r"must have layers that can be .*: 1 .* will not be synchronized: /bn \(.*Norm: n",
-        ),
+        (changed(lambda t, c: setattr(c.bn, "__class__", Norm)),
+         r"must have layers that can be .*: 1 .* will not be synchronized: /bn \(.*Norm: its cl"),
         (lambda t, c, x: (t, L.Classifier(c), x), r"without a loss: got an L\.Classifier\. Return"),
-        (
-            changed(_summed),
-            r"the torch model .* return an array whose first axis is the batch of 5 sa",
-        ),
-        (
-            changed(lambda t, c: setattr(t, "fc", nn.Linear(4, 3))),
-            "of the same names and sizes: Error.* size mismatch for fc.weight",
-        ),
+        (changed(lambda t, c: t.register_forward_hook(lambda module, args, y: y.sum())),
+         r"the torch model .* return an array whose first axis is the batch of 5 sa"),
+        (changed(lambda t, c: setattr(t, "fc", nn.Linear(4, 3))),
+         "of the same names and sizes: Error.* size mismatch for fc.weight"),
         (changed(_with_chainermns_link), "comparison converts: got chainermn's MultiNodeBatchNorm"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_pair_is_an_error_before_any_launch(
     change: Any, message: str, monkeypatch: Any, capsys: Any
 ) -> None:
