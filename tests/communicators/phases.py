@@ -1,5 +1,6 @@
 """A layer's communicator in one phase, for messages of any length."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,3 +23,17 @@ class Phase:
 
     def allreduce(self, x: Any) -> Any:
         return self.of(x.shape[0], x).allreduce(x, **self._options)
+
+
+def errors_of(size: int, work: Callable[[Any], object]) -> list[Exception]:
+    """The error of each rank, a thread; all of them must raise, and none may wait for another."""
+    from tests.helpers.ranks import run_ranks  # which imports pytest: programs have a Phase, too
+
+    def run(world: Any) -> Exception:
+        try:
+            work(world)
+        except Exception as error:
+            return error
+        raise AssertionError(f"no error on rank {world.rank}")
+
+    return run_ranks(size, run)

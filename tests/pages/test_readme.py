@@ -8,45 +8,10 @@ import pytest
 
 from tests.helpers import launch, require
 from tests.helpers.pages import commands, programs
-from tests.pages.test_names import missing
+from tests.pages.test_names import CLAIMS
 
 README = (launch.ROOT / "README.md").read_text()
 TEXT = " ".join(README.split())
-
-# The rows of the table beside torch's layer, and tests of multibn's side; checks_readme.py has
-# torch's. No test can show the last row.
-COMPARISON = {
-    "CPU, MPI, Chainer": ["parity/checks_parity.py"],
-    "padding in the batch": [
-        "torch_backend/test_every_layer.py: test_elements_that_do_not_count_take_no_part"
-    ],
-    "custom BatchNorm subclass": [
-        "torch_backend/convert/test_class_swap.py: test_it_is_the_original_on_the_whole_batch"
-    ],
-    "undo the conversion": [
-        "torch_backend/convert/test_convert.py: test_revert_restores_the_class"
-    ],
-    "`copy.deepcopy` and `pickle` of a layer with a `process_group`": [
-        "torch_backend/layer/checks_layer.py: check_copies_share_the_group",
-        "torch_backend/layer/checks_layer.py: check_saved_model_loads_without_a_group",
-    ],
-    "second derivatives": [
-        "torch_backend/test_every_layer.py: test_ranks_are_one_process_on_the_whole_batch"
-    ],
-    "`torch.compile(fullgraph=True)`": [
-        "torch_backend/test_every_layer.py: test_one_compiled_graph_gives_eager_numbers",
-        "torch_backend/layer/checks_features.py: check_compiled_ranks_train_beside_eager_ones",
-    ],
-    "a step skipped by GradScaler": [
-        "torch_backend/layer/checks_features.py: check_a_step_that_overflows_leaves_no_trace"
-    ],
-    "a rank runs a different layer": [
-        "communicators/checks_handshake.py: check_models_that_change_places_later_are_an_error"
-    ],
-    "a rank dies": ["faults/test_faults.py: test_a_fault_is_seen_in_time_on_every_rank"],
-    "years of use on many GPUs": [],
-}
-
 
 def test_it_is_one_page_and_says_first_what_multibn_is() -> None:
     assert len(README.splitlines()) <= 130
@@ -73,10 +38,11 @@ def test_the_line_changes_nothing_that_the_code_around_it_sees() -> None:
 
 
 def test_each_row_of_the_comparison_has_tests() -> None:
+    """But the last one, which no test can show; checks_readme.py has those of torch's side."""
     comparison = README.partition("## Compared with torch.nn.SyncBatchNorm")[2]
     rows = re.findall(r"^\| ([^|]+) \| [^|]* \| [^|]* \|$", comparison, re.MULTILINE)
-    assert rows == [*COMPARISON]
-    assert not [name for tests in COMPARISON.values() for name in missing("; ".join(tests))]
+    claims = [line.split("\t") for line in CLAIMS.splitlines()]
+    assert rows == [*[row for page, row, _ in claims if page == "README.md"], rows[-1]]
 
 
 def _losses(size: int, program: str, folder: Path) -> list[str]:
