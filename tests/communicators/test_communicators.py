@@ -80,14 +80,15 @@ def test_a_world_of_one_under_a_launcher_of_several_warns(library: str, variable
     """The launcher is another MPI's, for example; a group that is meant to be one is quiet."""
     require.need(*{"torch": ["torch"], "mpi4py": ["mpiexec"]}[library])
     script = _WORLDS.format(mpi=library == "mpi4py")
-    said = launch.printed("-W", "error", "-c", script, alone=True, **{variable or "_": "2"})
-    name = {"torch": "torch.distributed", "mpi4py": "MPI.COMM_WORLD"}[library]
-    fix = {
-        "torch": r"pass init_process_group\(\) the",
-        "mpi4py": "start the program by the mpiexec",
-    }
+    variables = launch.VARIABLES | {variable or "_": "2"}
+    command = "-W", "error", "-c", script
+    said = launch.printed(*command, interpreter=launch.python(), alone=True, **variables)
+    name, fix = {
+        "torch": ("torch.distributed", r"pass init_process_group\(\) the"),
+        "mpi4py": ("MPI.COMM_WORLD", "start the program by the mpiexec"),
+    }[library]
     told = rf"batch .* started 2 processes \({variable}=2\): {name} has 1 process\. To share them, "
-    told += rf"{fix[library]} .*; to keep them local, pass multibn\.SingleProcess\(\)\.\n"
+    told += rf"{fix} .*; to keep them local, pass multibn\.SingleProcess\(\)\.\n"
     assert re.fullmatch(told if variable else r"\n", said), said
 
 
@@ -112,12 +113,13 @@ def test_this_process_has_no_mpi_and_no_group() -> None:
 
 def test_a_program_may_finalize_mpi_itself(tmp_path: Path) -> None:
     """Nothing is sent any more at the end of the process."""
-    require.need("torch", "mpiexec")
+    require.need("mpiexec")
     (tmp_path / "program.py").write_text(
-        "import torch\nfrom mpi4py import MPI\nfrom multibn.torch import SyncBatchNorm\n"
+        "import numpy as np\nfrom mpi4py import MPI\nfrom multibn import as_communicator\n"
+        "from tests.communicators.phases import Phase\n"
         "groups = [MPI.COMM_WORLD, MPI.COMM_WORLD.Split(0)]\n"
-        "layers = [SyncBatchNorm(3, process_group=group) for group in groups]\n"
-        "for layer in layers:\n    layer(torch.randn(4, 3)).sum()\n"
+        "phases = [Phase(as_communicator(group), 'bn') for group in groups]\n"
+        "for phase in phases:\n    phase.allreduce(np.ones(8))\n"
         "MPI.Finalize()\n"
     )
     ran = launch.run("mpiexec", 2, str(tmp_path / "program.py"), real=True)

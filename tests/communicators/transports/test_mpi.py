@@ -4,8 +4,6 @@ from pathlib import Path
 
 from tests.helpers import launch, require
 
-NEEDS = "chainer"
-
 _SPAWNED = """
 import copy, sys
 import numpy as np
@@ -16,17 +14,13 @@ groups = [parent] if parent else [
     MPI.COMM_SELF.Spawn(sys.executable, ["-m", "mpi4py", __file__], maxprocs=1) for _ in range(2)]
 merged = [group.Merge(high=group == parent) for group in groups]
 
-from multibn import Group
-from multibn.chainer import MultiNodeBatchNormalization, check_sync
+from multibn import Group, as_communicator
+from tests.communicators.phases import Phase
 
-for comm in merged:
-    link = MultiNodeBatchNormalization(1, comm, dtype="d")
-    y = link(np.full((1, 1), 2.0 * comm.rank)).array
-    np.testing.assert_allclose(y, 2 * comm.rank - 1, rtol=1e-4)
-    other = copy.deepcopy(link)
-    assert other.comm is link.comm
-    other(np.ones((4, 1)))
-    check_sync(other)
+for comm in map(as_communicator, merged):
+    summed = Phase(comm, "bn").allreduce(np.arange(4.0) + comm.rank)
+    np.testing.assert_array_equal(summed, 2 * np.arange(4.0) + 1)
+    assert copy.deepcopy(comm) is comm
 parts = [Group(comm, "machine") for comm in merged]
 for part in parts:
     part.allreduce(np.ones(1))
