@@ -1,15 +1,11 @@
 """State machines of Chainer's links: right programs in random order, see `machines`."""
 
-import copy
 import io
-import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +13,9 @@ from multibn import SingleProcess
 from multibn import chainer_backend as cb
 from multibn.communicators import Communicator
 from tests.fuzz import machines
+from tests.fuzz.calls import Array
 from tests.fuzz.machines import Batches, Calls, flat, run_machines, shape, strided
+from tests.fuzz.operations import Operations
 from tests.fuzz.oracle import Buffers, Norm, Oracle
 from tests.harness.runs import on
 
@@ -27,51 +25,44 @@ from chainer import functions as F, links  # isort: skip
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch chainer")
 
 NAMES = {"running_mean": "avg_mean", "running_var": "avg_var", "num_batches_tracked": "N"}
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "eps": (2e-5, 1e-3, 0.1), "decay": (0.9, 0.3), "weighting": ("element", "sample", "rank"),
-    "avg_var_convention": ("unbiased_global", "unbiased_local", "biased"),
-    "fuse_relu": (True, False),
-}  # fmt: skip
 
 
-class ChainerMachine(machines.Machine):
-    OPERATIONS = {
-        **{
-            "train": 20,
-            "evaluate": 4,
-            "options": 3,
-            "copy": 3,
-            "npz": 2,
-            "group": 2,
-            "start_finetuning": 1,
-        },
-        **{"parameters": 2, "without_parameters": 2, "averages": 2, "wrong_input": 3},
-        **{"check_sync": 2, "update": 2},
+class ChainerMachine(Operations):
+    OPERATIONS = Operations.OPERATIONS | {
+        **{"npz": 2, "start_finetuning": 1, "averages": 2, "update": 2},
     }
     WAYS = (
         *("plain", "plain", "forget", "finetune", "step", "debug", "penalty", "penalty", "micro"),
         *("twice", "no_grad", "hook", "mixed16"),
     )
-    means = True
+    CHOICES = {
+        "eps": (2e-5, 1e-3, 0.1), "decay": (0.9, 0.3), "weighting": machines.WEIGHTINGS,
+        "avg_var_convention": machines.CONVENTIONS, "fuse_relu": (True, False),
+    }  # fmt: skip
+    COPIES = Operations.COPIES | {
+        "share": lambda chain: chain.copy("share"),
+        "copy": lambda chain: chain.copy("copy"),
+    }
+    PARAMETERS = "gamma", "beta"
+    NEW_PARAMETERS = "array", "strided", "anew"
+    GROUP = "comm"
+    MEANS = True
+    check_sync = staticmethod(cb.check_sync)
 
     def __init__(self, world: Communicator, seed: int) -> None:
         super().__init__(world, seed)
         self.dtype = self.pick("float64", "float64", "float32")
-        whole = [[*range(self.size)]]
-        self.partitions = {"world": whole, "1": [[rank] for rank in range(self.size)]}
-        self.partitions["pair"] = whole if self.size == 2 else [[0, 1], [2]]
-        self.handles = {"world": world, "1": SingleProcess(), "pair": world.split(self.rank // 2)}
-        self.groups: list[str] = []
-        self.chain: Any = chainer.ChainList(*(self.link() for _ in range(self.rng.integers(3, 7))))
+        self.handles |= {"1": SingleProcess(), "pair": world.split(self.rank // 2)}
+        self.chain = chainer.ChainList(*(self.link() for _ in range(self.rng.integers(3, 7))))
         self.log(self.C, "channels:", self.groups, [vars(norm) for norm in self.norms()])
 
     def link(self) -> Any:
-        group = self.pick(*self.partitions)
+        group = self.pick(*self.handles)
         self.groups.append(group)
         options: Any = {"dtype": self.dtype, "use_gamma": self.odds(0.8)}
         options |= {"use_beta": self.odds(0.8), "decay": self.pick(0.9, 0.3)}
-        own = {"weighting": self.pick(*CHOICES["weighting"])}
-        own["avg_var"] = self.pick(*CHOICES["avg_var_convention"])
+        own = {"weighting": self.pick(*machines.WEIGHTINGS)}
+        own["avg_var"] = self.pick(*machines.CONVENTIONS)
         link: Any
         if self.odds(0.3):
             plain = links.BatchNormalization(self.C, **options)
@@ -84,11 +75,14 @@ class ChainerMachine(machines.Machine):
             p.array[...] = self.normal(self.C) + 1
         return link
 
-    def own_buffers(self) -> list[Buffers]:
-        return [
-            {name: torch.tensor(getattr(link, own)).double() for name, own in NAMES.items()}
-            for link in self.chain
-        ]
+    def new(self, group: Communicator) -> Any:
+        return cb.MultiNodeBatchNormalization(self.C, group, decay=0.0)
+
+    def apply(self, layer: Any, x: Array, residual: Array | None = None) -> Any:
+        return layer(x, residual=residual)
+
+    def buffers_of(self, layer: Any) -> Buffers:
+        return {name: torch.tensor(getattr(layer, own)).double() for name, own in NAMES.items()}
 
     def norms(self, *, finetune: bool = False) -> list[Norm]:
         return [
@@ -118,16 +112,8 @@ class ChainerMachine(machines.Machine):
             way = "plain"
         dtype = "float16" if way == "mixed16" else self.pick("float64", "float64", "float32")
         dtype = "float64" if way == "penalty" else dtype
-        self.compare_step(way, calls, dtype, masked=self.odds(0.3))
-
-    def compare_step(self, way: str, calls: Calls, dtype: str, *, masked: bool) -> None:
-        self.log("  ", way, calls, dtype, "masked" * masked)
         sizes = (0, 1, 1, 3) if way == "penalty" else (0, 1, 2, 3, 4, 5)
-        draw = partial(self.batches, dtype, sizes, masked=masked)
-        wanted = partial(self.expected, calls=calls, way=way)
-        b, want, moved = self.until_accepted(draw, wanted)
-        self.log("  ", [tuple(x.shape) for x in b.xs])
-        self.compare(self.step(b, calls, way, dtype), want, moved, self.coarsest(calls, dtype))
+        self.compare_step(way, calls, dtype, sizes)
 
     def oracle(self, b: Any) -> Oracle:
         oracle = super().oracle(b)
@@ -137,10 +123,7 @@ class ChainerMachine(machines.Machine):
     def step(self, b: Batches, calls: Calls, way: str, dtype: str) -> dict[str, Any]:
         N, C, L = b.xs[self.rank].shape
         given = shape(self.pick(3, 4, 5), N, C, L)
-        value = b.xs[self.rank].clone()
-        mask = b.masks[self.rank].numpy() if b.masked else None
-        if mask is not None:
-            value[~b.masks[self.rank][:, None].expand_as(value)] = self.pick(0.0, 1e4)
+        value, mask = self.padded(b, 0.0, 1e4)
         with np.errstate(over="ignore"):
             array = self.laid_out(value.reshape(given)).astype(dtype)
         x = chainer.Variable(array)
@@ -150,7 +133,7 @@ class ChainerMachine(machines.Machine):
         def forward(x: Any) -> Any:
             for n, has_residual, activated in calls:
                 x = F.tanh(x) if activated else x
-                own = None if mask is None else mask.reshape((N, *given[2:]))
+                own = None if mask is None else mask.numpy().reshape((N, *given[2:]))
                 residual = F.sin(x) if has_residual else None
                 x = self.chain[n](x, way == "finetune", residual=residual, mask=own)
             return x
@@ -177,49 +160,24 @@ class ChainerMachine(machines.Machine):
                         found[f"d{name}{n}"] = p.grad if n in used else None
         return found | flat(self.own_buffers())
 
-    @contextmanager
-    def surroundings(self, way: str) -> Iterator[None]:
+    def surroundings(self, way: str) -> Any:
         contexts: dict[str, Any] = {
             "no_grad": chainer.no_backprop_mode,
             "debug": partial(chainer.using_config, "debug", True),
             "step": partial(cb.step_statistics, self.chain),
             "hook": chainer.function_hooks.TimerHook,
             "mixed16": partial(chainer.using_config, "dtype", chainer.mixed16),
-        }  # fmt: skip
-        with contexts.get(way, nullcontext)():
-            yield
+        }
+        return contexts.get(way, nullcontext)()
 
     def op_evaluate(self) -> None:
         with chainer.using_config("train", False):
             # Chainer's own pass refuses other mixtures of dtypes.
-            self.compare_step("no_grad", self.calls(), self.dtype, masked=self.odds(0.3))
-
-    def some_link(self) -> tuple[int, Any]:
-        n = self.pick(*range(len(self.groups)))
-        self.log("  ", n)
-        return n, self.chain[n]
-
-    def op_options(self) -> None:
-        _, link = self.some_link()
-        name = self.pick(*CHOICES)
-        value = self.pick(*CHOICES[name])
-        self.log("  ", name, value)
-        setattr(link, name, value)
-
-    def op_copy(self) -> None:
-        way = self.pick("deepcopy", "pickle", "share", "copy")
-        self.log("  ", way)
-        if way == "deepcopy":
-            self.chain = copy.deepcopy(self.chain)
-        elif way == "pickle":
-            self.chain = pickle.loads(pickle.dumps(self.chain))
-        else:
-            self.chain = self.chain.copy(way)
-        self.compare_buffers()
+            self.compare_step("no_grad", self.calls(), self.dtype, (0, 1, 2, 3, 4, 5))
 
     def op_npz(self) -> None:
         """There and back, through Chainer's own link."""
-        _, link = self.some_link()
+        _, link = self.some_layer()
         options = {"use_gamma": link.gamma is not None, "use_beta": link.beta is not None}
         plain = links.BatchNormalization(self.C, dtype=self.dtype, **options)
         for source, target in ((link, plain), (plain, link)):
@@ -230,41 +188,22 @@ class ChainerMachine(machines.Machine):
                 p.array[...] = 0
         self.compare_buffers()
 
-    def op_group(self) -> None:
-        n, link = self.some_link()
-        group = self.groups[n] = self.pick(*self.partitions)
-        self.log("  ", group)
-        link.comm = self.handles[group]
-
     def op_start_finetuning(self) -> None:
-        self.some_link()[1].start_finetuning()
+        self.some_layer()[1].start_finetuning()
 
-    def op_parameters(self) -> None:
-        _, link = self.some_link()
-        new = (self.normal(self.C).numpy() + 1).astype(self.dtype)
-        name, way = self.pick("gamma", "beta"), self.pick("array", "strided", "anew")
-        if (p := getattr(link, name)) is None:
+    def set_parameter(self, link: Any, name: str, value: Tensor | None, way: str = "anew") -> None:
+        if value is None:
+            delattr(link, name)
             return
-        self.log("  ", name, way)
+        new = value.numpy().astype(self.dtype)
         if way == "anew":
             with link.init_scope():
                 setattr(link, name, chainer.Parameter(new))
         else:
-            p.array = strided(new) if way == "strided" else new
-
-    def op_without_parameters(self) -> None:
-        _, link = self.some_link()
-        name = self.pick("gamma", "beta")
-        if getattr(link, name) is not None:
-            delattr(link, name)
-            return
-        with link.init_scope():
-            setattr(
-                link, name, chainer.Parameter((self.normal(self.C).numpy() + 1).astype(self.dtype))
-            )
+            getattr(link, name).array = strided(new) if way == "strided" else new
 
     def op_averages(self) -> None:
-        _, link = self.some_link()
+        _, link = self.some_layer()
         way = self.pick("array", "strided", "fill")
         self.log("  ", way)
         for name in ("avg_mean", "avg_var"):
@@ -273,30 +212,6 @@ class ChainerMachine(machines.Machine):
                 getattr(link, name)[...] = new
             else:
                 setattr(link, name, strided(new) if way == "strided" else new)
-
-    def op_wrong_input(self) -> None:
-        n, link = self.some_link()
-        guilty, wrong = self.pick(*range(self.size)), self.pick("channels", "dtype", "residual")
-        self.log("  ", wrong, "on rank", guilty)
-        groups = self.partitions[self.groups[n]]
-        if guilty not in next(ranks for ranks in groups if self.rank in ranks):
-            return
-        x, residual = np.ones((4, self.C, 2), self.dtype), None
-        kind: Any = RuntimeError
-        if self.rank == guilty:
-            kind = (TypeError, ValueError)
-            residual = x[:1] if wrong == "residual" else None
-            x = {"dtype": x.astype(int), "channels": np.concatenate([x, x], 1)}.get(wrong, x)
-        with pytest.raises(kind):
-            link(x, residual=residual)
-        self.compare_buffers()
-
-    def op_check_sync(self) -> None:
-        first, *others = map(flat, self.buffers)
-        alike = all(torch.equal(of[name], first[name]) for of in others for name in of)
-        self.log("  ", alike)
-        with nullcontext() if alike else pytest.raises(RuntimeError, match=r"avg_|/N"):
-            cb.check_sync(self.chain, self.world)
 
     def op_update(self) -> None:
         """An optimizer's step, by gradients that are equal on all ranks."""

@@ -1,71 +1,47 @@
 """State machines of torch's layers: right programs in random order, see `machines`."""
 
 import copy
-import io
 import os
-import pickle
 import traceback
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from multibn import SingleProcess
 from multibn import torch_backend as tb
 from multibn.communicators import Communicator
-from tests.fuzz.machines import Batches, Expected, flat, run_machines, shape, strided
+from tests.fuzz import machines
+from tests.fuzz.machines import Batches, Expected, run_machines, shape, strided
 from tests.fuzz.oracle import F64, Buffers, Norm, Oracle
-from tests.fuzz.torch_machine import CHOICES, TorchTraining
+from tests.fuzz.torch_machine import TorchTraining
 from tests.harness.runs import on
 
 RUNS = on("torchrun", 2, 3, needs="torch")
 
 
 class TorchMachine(TorchTraining):
-    OPERATIONS = {
-        **{"train": 20, "evaluate": 4, "modes": 3, "options": 3, "copy": 3, "load": 3, "to": 2},
-        **{"parameters": 2, "without_parameters": 2, "buffers": 2, "tracking": 2, "group": 2},
-        **{"revert": 2, "parametrized": 1, "wrong_input": 3, "function": 2, "check_sync": 2},
-        **{"average": 2, "fork": 1, "workers": 0.3, "population": 2, "new_group": 1},
-        **{"sync_running": 1, "compiled": 0.5},
+    OPERATIONS = TorchTraining.OPERATIONS | {
+        **{"modes": 3, "load": 3, "to": 2, "buffers": 2, "tracking": 2, "revert": 2},
+        **{"parametrized": 1, "function": 2, "average": 2, "fork": 1, "workers": 0.3},
+        **{"population": 2, "sync_running": 1, "compiled": 0.5},
     }
 
     def op_modes(self) -> None:
-        layer: Any
-        for layer in self.chain.layers:
+        for layer in self.layers:
             layer.train(self.odds(0.8))
             if layer.training and hasattr(layer, "split_bn"):
                 layer.split_bn.train(self.odds(0.8))
 
-    def op_options(self) -> None:
-        _, layer = self.some_layer()
-        name = self.pick(*CHOICES)
-        value = self.pick(*CHOICES[name])
-        parts = [layer.bn, layer.split_bn] if hasattr(layer, "split_bn") else [layer]
-        is_split = layer._num_splits > 1
-        if is_split and name in ("weighting", "fuse_relu"):  # which parts of one rank do not have
-            return
-        self.log("  ", name, value)
-        for part in parts if name in ("eps", "momentum") else [layer]:
+    def set_option(self, layer: Any, name: str, value: Any) -> None:
+        if layer._num_splits > 1 and name in ("weighting", "fuse_relu"):
+            return  # which parts of one rank do not have
+        is_split = hasattr(layer, "split_bn") and name in ("eps", "momentum")
+        for part in [layer.bn, layer.split_bn] if is_split else [layer]:
             setattr(part, name, value)
-
-    def op_copy(self) -> None:
-        way = self.pick("deepcopy", "pickle", "save")
-        self.log("  ", way)
-        if way == "deepcopy":
-            self.chain = copy.deepcopy(self.chain)
-        elif way == "pickle":
-            self.chain = pickle.loads(pickle.dumps(self.chain))
-        else:
-            torch.save(self.chain, file := io.BytesIO())
-            file.seek(0)
-            self.chain = torch.load(file, weights_only=False)
-        self.compare_buffers()
 
     def op_load(self) -> None:
         way, state = self.pick("same", "assign", "fresh", "other dtype"), self.chain.state_dict()
@@ -84,28 +60,21 @@ class TorchMachine(TorchTraining):
         self.compare_buffers(want)
 
     def op_to(self) -> None:
-        layer = self.pick(self.chain, *self.chain.layers)
+        layer = self.pick(self.chain, *self.layers)
         layer.to(self.pick(torch.float32, F64, F64))
 
-    def op_parameters(self) -> None:
-        _, layer = self.some_layer()
-        name, way = self.pick("weight", "bias"), self.pick("data", "set_", "view", "copy_")
-        if (p := getattr(layer, name)) is None:
+    def set_parameter(self, layer: Any, name: str, value: Tensor | None, way: str = "") -> None:
+        p = getattr(layer, name)
+        if value is None or p is None:
+            setattr(layer, name, None if value is None else nn.Parameter(value))
             return
-        self.log("  ", name, way)
-        new = (self.normal(self.C) + 1).to(p.dtype)
+        new = value.to(p.dtype)
         if way == "data":
             p.data = new
         elif way == "view":
             setattr(layer, name, nn.Parameter(torch.from_numpy(strided(new.numpy()))))
         else:
             getattr(p.data, way)(new)
-
-    def op_without_parameters(self) -> None:
-        _, layer = self.some_layer()
-        name = self.pick("weight", "bias")
-        has = getattr(layer, name) is not None
-        setattr(layer, name, None if has else nn.Parameter(self.normal(self.C) + 1))
 
     def op_buffers(self) -> None:
         _, layer = self.some_layer()
@@ -136,13 +105,6 @@ class TorchMachine(TorchTraining):
             if removed or getattr(layer, name) is None:
                 layer.register_buffer(name, value if on else None)
 
-    def op_group(self) -> None:
-        n, layer = self.some_layer()
-        if self.norms()[n].kind != "parts":
-            group = self.groups[n] = self.pick(*self.names)
-            self.log("  ", group)
-            layer.process_group = self.handles[group]
-
     def op_revert(self) -> None:
         n, layer = self.some_layer()
         if hasattr(layer, "split_bn") or layer.fuse_relu:
@@ -156,32 +118,10 @@ class TorchMachine(TorchTraining):
             tb.convert_sync_batchnorm(layer, self.handles[self.groups[n]], **own)
         self.compare_buffers()
 
-    def op_wrong_input(self) -> None:
-        calls = self.calls(1, lambda norm: norm.training and not norm.frozen)
-        guilty, wrong = self.pick(*range(self.size)), self.pick("channels", "dtype", "residual")
-        if not calls:
-            return
-        ((n, *_),) = calls
-        norm, layer = self.norms()[n], self.chain.layers[n]
-        wrong = "channels" if norm.kind == "interleaved" else wrong
-        self.log("  ", n, wrong, "on rank", guilty)
-        mine = next(ranks for ranks in norm.groups if self.rank in ranks)
-        if guilty not in mine:
-            return
-        x, given = torch.rand(shape(self.chain.dims[n], 4, self.C, 4)), []
-        kind: Any = RuntimeError
-        if self.rank == guilty:
-            kind = (TypeError, ValueError)
-            given = [x[:1]] if wrong == "residual" else []
-            x = {"dtype": x.long(), "channels": torch.cat([x, x], 1)}.get(wrong, x)
-        with pytest.raises(kind):
-            layer(x, *given)
-        self.compare_buffers()
-
     def op_function(self) -> None:
-        group, dtype = self.pick(*self.names), self.pick("float64", "float32")
+        group, dtype = self.pick(*self.handles), self.pick("float64", "float32")
         norm = Norm(self.partitions[group], self.pick(1e-5, 0.1), 0.1, tracked=False)
-        norm.weighting = self.pick(*CHOICES["weighting"])
+        norm.weighting = self.pick(*machines.WEIGHTINGS)
         kind = getattr(torch, dtype)
         wb = [self.normal(self.C).to(kind).double() if self.odds(0.7) else None for _ in (0, 1)]
 
@@ -209,13 +149,6 @@ class TorchMachine(TorchTraining):
         found |= {str(k): p.grad for k, p in enumerate(leaves) if p is not None}
         self.compare(found, want, moved, dtype)
 
-    def op_check_sync(self) -> None:
-        first, *others = map(flat, self.buffers)
-        alike = all(torch.equal(of[name], first[name]) for of in others for name in of)
-        self.log("  ", alike)
-        with nullcontext() if alike else pytest.raises(RuntimeError, match=r"running|num_batches"):
-            tb.check_sync(self.chain, self.world)
-
     def op_average(self) -> None:
         """An optimizer's step by the mean of the gradients."""
         parameters = [*self.chain.parameters()]
@@ -242,7 +175,7 @@ class TorchMachine(TorchTraining):
             try:
                 layer = tb.SyncBatchNorm(2, process_group=SingleProcess())
                 layer(torch.rand(3, 2, requires_grad=True)).sum().backward()
-                for n, of in enumerate(self.chain.layers):
+                for n, of in enumerate(self.layers):
                     of.eval()(torch.rand(shape(self.chain.dims[n], 3, self.C, 4)))
                 os._exit(0)
             except BaseException:
@@ -256,17 +189,6 @@ class TorchMachine(TorchTraining):
         loader = DataLoader(numbers, batch_size=2, num_workers=1)
         assert torch.equal(torch.cat([*loader]), numbers)
         self.op_train("plain")
-
-    def op_new_group(self) -> None:
-        """Groups that come and go leave nothing behind."""
-        group = dist.new_group([*range(self.size)])
-        layer = tb.SyncBatchNorm(self.C, process_group=group, momentum=1.0).double()
-        x = torch.tensor([[1.0], [3.0]]).double().expand(2, self.C) + self.rank
-        for _ in range(self.rng.integers(0, 3)):
-            layer(x)
-            mean = torch.full((self.C,), 2.0 + (self.size - 1) / 2).double()
-            torch.testing.assert_close(layer.running_mean, mean)
-        dist.destroy_process_group(group)
 
     def op_sync_running(self) -> None:
         how = self.pick("broadcast", "pool")

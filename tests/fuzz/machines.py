@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ MACHINES, OPERATIONS = (CALLS // 400, 50) if MANY else (1, 25)
 FIRST_SEED = int(os.environ.get("MULTIBN_FUZZ_SEED", "0"))
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
 WITHOUT_BACKWARD = "no_grad", "inference_mode"
+WEIGHTINGS = "element", "sample", "rank"
+CONVENTIONS = "unbiased_global", "unbiased_local", "biased"
 Expected = dict[str, Any]  # tensors by name; None for no gradient
 Calls = tuple[tuple[int, bool, bool], ...]  # layers, whether with a residual, and after a tanh
 
@@ -45,11 +48,19 @@ class Batches:
 
 
 class Machine:
-    """Operations on layers of one framework, which a subclass has as methods `op_*`."""
+    """Layers of one framework, and operations on them, which are methods `op_*` of subclasses."""
 
     OPERATIONS: dict[str, float]  # by name, with weights
     WAYS: tuple[str, ...]  # of training steps
-    means = False  # whether gradients of parameters are means over a layer's ranks
+    MEANS = False  # whether gradients of parameters are means over a layer's ranks
+
+    buffers_of: Callable[[Any], Buffers]  # running statistics of a layer
+    # What the layers compute now; weight and bias of each in float64; what `expected` has, by the
+    # layers; and the dtype whose rounding bounds what some calls give.
+    norms: Callable[[], list[Norm]]
+    parameters: Callable[[], list[list[Tensor | None]]]
+    step: Callable[..., Expected]
+    coarsest: Callable[[Calls, str], str]
 
     def __init__(self, world: Communicator, seed: int) -> None:
         self.world, self.size, self.rank = world, world.size, world.rank
@@ -57,26 +68,20 @@ class Machine:
         self.C = int(self.rng.integers(1, 4))
         self.done: list[str] = []
         self.buffers: list[list[Buffers]] = []  # of all ranks' layers, after the last operation
+        whole = [[*range(self.size)]]
+        pair = whole if self.size == 2 else [[0, 1], [2]]
+        self.partitions = {"world": whole, "1": [[rank] for rank in whole[0]], "pair": pair}
+        self.handles: dict[str, Any] = {"world": world}  # the groups of `partitions`
+        self.groups: list[str] = []  # of each layer
+        self.chain: Any
 
-    def norms(self) -> list[Norm]:
-        """What the layers compute now."""
-        raise NotImplementedError
-
-    def parameters(self) -> list[list[Tensor | None]]:
-        """Weight and bias of each layer in float64."""
-        raise NotImplementedError
+    @property
+    def layers(self) -> Any:
+        return self.chain
 
     def own_buffers(self) -> list[Buffers]:
         """The running statistics of this rank's layers."""
-        raise NotImplementedError
-
-    def step(self, b: "Batches", calls: Calls, way: str, dtype: str) -> dict[str, Any]:
-        """What `expected` has, by the layers."""
-        raise NotImplementedError
-
-    def coarsest(self, calls: Calls, dtype: str) -> str:
-        """The dtype whose rounding bounds what these calls give."""
-        raise NotImplementedError
+        return [self.buffers_of(layer) for layer in self.layers]
 
     def close(self) -> None:
         """Free what the machine has made. Collective."""
@@ -124,6 +129,13 @@ class Machine:
         layout = self.pick("dense", "dense", "permuted", "sliced", "offset")
         a = np.ascontiguousarray(x.numpy())
         return laid_out(a, layout, np.random.default_rng(len(self.done) + rank))
+
+    def padded(self, b: Batches, *paddings: float) -> tuple[Tensor, Tensor | None]:
+        """This rank's input, with one of `paddings` where no element counts, and the mask."""
+        x, mask = b.xs[self.rank].clone(), b.masks[self.rank]
+        if b.masked and paddings:
+            x[~mask[:, None].expand_as(x)] = self.pick(*paddings)
+        return x, mask if b.masked else None
 
     def calls(self, longest: int = 3, which: Callable[[Norm], bool] = lambda _: True) -> Calls:
         """Layers to call, some of them twice."""
@@ -180,7 +192,7 @@ class Machine:
                 zero = torch.zeros(self.C, dtype=F64)
                 grads = [zero if p.grad is None else p.grad for p in of_ranks]
                 own: Any = grads[self.rank]
-                if self.means:
+                if self.MEANS:
                     group = next(ranks for ranks in norm.groups if self.rank in ranks)
                     own = sum(grads[rank] for rank in group) / len(group)
                 elif way == "penalty":  # whose gradient it is depends on whose loss
@@ -211,6 +223,19 @@ class Machine:
         """Raise AssertionError unless the running statistics are `want`: by default, as before."""
         wanted = flat(self.buffers[self.rank] if want is None else want)
         self.compare(flat(self.own_buffers()), wanted, wanted, dtype)
+
+    def compare_step(
+        self, way: str, calls: Calls, dtype: str, sizes: Sequence[int], needs: Any = (), **how: Any
+    ) -> None:
+        """A step over random batches, with a mask in some, against the oracle."""
+        masked = self.odds(0.3)
+        self.log("  ", way, calls, dtype, "masked" * masked)
+        draw = partial(self.batches, dtype, sizes, masked=masked)
+        wanted = partial(self.expected, calls=calls, way=way, needs=needs)
+        b, want, moved = self.until_accepted(draw, wanted)
+        self.log("  ", [tuple(x.shape) for x in b.xs])
+        found = self.step(b, calls, way, dtype, **how)
+        self.compare(found, want, moved, self.coarsest(calls, dtype))
 
     def run(self, operations: int) -> None:
         """Do so many operations. Raises on all ranks what any rank found."""

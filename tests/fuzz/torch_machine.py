@@ -1,5 +1,6 @@
 """A state machine of torch's layers: what it has, and its training steps. See `machines`."""
 
+import io
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from multibn import torch_backend as tb
 from multibn.communicators import Communicator
 from tests.fuzz import machines
+from tests.fuzz.calls import Array
 from tests.fuzz.machines import Batches, Calls, Expected, flat, shape
+from tests.fuzz.operations import Operations
 from tests.fuzz.oracle import F64, Buffers, Norm
 
 BUILT = {
@@ -28,12 +31,6 @@ BUILT = {
 }
 PLAIN = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 SUB = {3: tb.SubBatchNorm1d, 4: tb.SubBatchNorm2d, 5: tb.SubBatchNorm3d}
-WEIGHTINGS = "element", "sample", "rank"
-CONVENTIONS = "unbiased_global", "unbiased_local", "biased"
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "eps": (1e-5, 1e-3, 0.1), "momentum": (0.1, 0.7, None), "weighting": WEIGHTINGS,
-    "running_var_convention": CONVENTIONS, "fuse_relu": (True, False),
-}  # fmt: skip
 
 
 class Chain(nn.Module):
@@ -70,7 +67,13 @@ class Several:
     disturbed: bool = False
 
 
-class TorchTraining(machines.Machine):
+def saved(chain: Chain) -> Any:
+    torch.save(chain, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class TorchTraining(Operations):
     """Training steps and evaluations; `checks_torch_machines` has what happens between them."""
 
     WAYS = (
@@ -78,30 +81,55 @@ class TorchTraining(machines.Machine):
         *("hooks", "wider", "autocast", "no_grad", "inference_mode", "threads", "default_dtype"),
     )
 
+    CHOICES = {
+        "eps": (1e-5, 1e-3, 0.1), "momentum": (0.1, 0.7, None), "weighting": machines.WEIGHTINGS,
+        "running_var_convention": machines.CONVENTIONS, "fuse_relu": (True, False),
+    }  # fmt: skip
+    COPIES = Operations.COPIES | {"save": saved}
+    PARAMETERS = "weight", "bias"
+    NEW_PARAMETERS = "data", "set_", "view", "copy_"
+    GROUP = "process_group"
+    check_sync = staticmethod(tb.check_sync)
+
     def __init__(self, world: Communicator, seed: int, *, names: Sequence[str] = ()) -> None:
         super().__init__(world, seed)
         torch._dynamo.reset()
-        whole = [[*range(self.size)]]
-        made = {"new": whole, "pair": whole if self.size == 2 else [[0, 1], [2]]}
-        self.partitions = made | dict.fromkeys(("None", "machine", "world"), whole)
-        self.partitions["1"] = [[rank] for rank in range(self.size)]
-        self.handles: dict[str, Any] = {"None": None, "machine": "machine", "1": 1, "world": world}
-        for name, partition in made.items():
-            groups = [(dist.new_group(ranks), ranks) for ranks in partition]
+        whole = self.partitions["world"]
+        self.partitions |= dict.fromkeys(("None", "machine", "new"), whole)
+        self.handles |= {"None": None, "machine": "machine", "1": 1}
+        for name in ("new", "pair"):
+            groups = [(dist.new_group(ranks), ranks) for ranks in self.partitions[name]]
             self.handles[name] = next(group for group, ranks in groups if self.rank in ranks)
-        self.made = [self.handles[name] for name in made]
-        self.names = names or (*self.partitions,)
-        self.groups: list[str] = []
+        self.made = [self.handles[name] for name in ("new", "pair")]
+        self.handles = {name: self.handles[name] for name in names or self.handles}
         dims: list[int] = []
         self.chain = Chain([self.layer(dims) for _ in range(self.rng.integers(3, 7))], dims)
         self.log(self.C, "channels:", self.chain, self.groups)
 
+    @property
+    def layers(self) -> Any:
+        return self.chain.layers
+
+    def new(self, group: Communicator) -> Any:
+        return tb.SyncBatchNorm(self.C, process_group=group, momentum=1.0)
+
+    def apply(self, layer: Any, x: Array, residual: Array | None = None) -> Any:
+        dims = {id(of): n for of, n in zip(self.layers, self.chain.dims, strict=True)}
+        given = [torch.from_numpy(a) for a in (x, residual) if a is not None]
+        return layer(*(a.reshape(shape(dims.get(id(layer), 3), *a.shape)) for a in given))
+
+    def buffers_of(self, layer: Any) -> Buffers:
+        return {name: b.detach().double().clone() for name, b in layer.named_buffers()}
+
     def layer(self, dims: list[int]) -> Any:
-        kind, group = self.pick(*BUILT, "converted", "sub", "parts"), self.pick(*self.names)
-        options: dict[str, Any] = {name: self.pick(*CHOICES[name]) for name in ("eps", "momentum")}
+        kind, group = self.pick(*BUILT, "converted", "sub", "parts"), self.pick(*self.handles)
+        options: dict[str, Any] = {
+            name: self.pick(*self.CHOICES[name]) for name in ("eps", "momentum")
+        }
         options |= {"dtype": self.pick(F64, F64, torch.float32), "affine": self.odds(0.8)}
         options["track_running_stats"] = self.odds(0.9)
-        own: Any = {"weighting": self.pick(*WEIGHTINGS), "running_var": self.pick(*CONVENTIONS)}
+        own: Any = {"weighting": self.pick(*machines.WEIGHTINGS)}
+        own["running_var"] = self.pick(*machines.CONVENTIONS)
         layer: Any
         if kind in BUILT:
             cls, choices = BUILT[kind]
@@ -129,16 +157,9 @@ class TorchTraining(machines.Machine):
         for group in self.made:
             dist.destroy_process_group(group)
 
-    def own_buffers(self) -> list[Buffers]:
-        return [
-            {name: b.detach().double().clone() for name, b in layer.named_buffers()}
-            for layer in self.chain.layers
-        ]
-
     def norms(self) -> list[Norm]:
         found = []
-        layer: Any
-        for layer, group in zip(self.chain.layers, self.groups, strict=True):
+        for layer, group in zip(self.layers, self.groups, strict=True):
             part = getattr(layer, "split_bn", layer)
             kind = "parts" if layer._num_splits > 1 else "whole"
             found.append(Norm(
@@ -151,14 +172,13 @@ class TorchTraining(machines.Machine):
         return found
 
     def parameters(self) -> list[list[Tensor | None]]:
-        layers: Any = self.chain.layers
         return [
             [None if p is None else p.detach().double() for p in (layer.weight, layer.bias)]
-            for layer in layers
+            for layer in self.layers
         ]
 
     def coarsest(self, calls: Calls, dtype: str) -> str:
-        layers = [self.chain.layers[n] for n, *_ in calls]
+        layers = [self.layers[n] for n, *_ in calls]
         tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
         is_wide = dtype != "float64" or all(t.dtype != torch.float32 for t in tensors)
         return dtype if is_wide else "float32"
@@ -173,24 +193,18 @@ class TorchTraining(machines.Machine):
         dtype = self.pick("float64", "float64", "float32", *["float16", "bfloat16"] * narrow)
         if way == "penalty" and self.coarsest(calls, dtype) != "float64":
             way = "plain"  # float32 loses more than DELTA shows
-        masked = self.odds(0.3)
-        needs = [self.odds(0.8) for _ in self.chain.layers] + [self.odds(0.8) or way == "penalty"]
-        for layer, needed in zip(self.chain.layers, needs, strict=False):
+        needs = [self.odds(0.8) for _ in self.layers] + [self.odds(0.8) or way == "penalty"]
+        for layer, needed in zip(self.layers, needs, strict=False):
             for p in layer.parameters():
                 p.requires_grad_(needed)
                 p.grad = None
-        parameters = [p for n, *_ in calls for p in self.chain.layers[n].parameters()]
+        parameters = [p for n, *_ in calls for p in self.layers[n].parameters()]
         if not (needs[-1] or any(p.requires_grad for p in parameters)):
             way = "no_grad"
         splits = any(norm.kind == "interleaved" for norm in norms)
         sizes = (0, 2, 4, 6) if splits else (0, 1, 2, 3, 4, 5)
-        self.log("  ", way, calls, dtype, "masked" * masked)
-        wanted = partial(self.expected, calls=calls, way=way, needs=needs)
-        draw = partial(self.batches, dtype, sizes, masked=masked)
-        b, want, moved = self.until_accepted(draw, wanted)
-        self.log("  ", [tuple(x.shape) for x in b.xs])
-        found = self.step(b, calls, way, dtype, needs[-1], run)
-        self.compare(found, want, moved, self.coarsest(calls, dtype))
+        how = {"needs_x": needs[-1], "run": run}
+        self.compare_step(way, calls, dtype, sizes, needs, **how)
 
     def tensor(self, x: Tensor, dtype: str, *, dense: bool = False) -> Tensor:
         """The numbers in memory of any layout."""
@@ -206,14 +220,11 @@ class TorchTraining(machines.Machine):
         self, b: Batches, calls: Calls, way: str, dtype: str, needs_x: bool = True, run: Any = None
     ) -> dict[str, Any]:
         N, C, L = b.xs[self.rank].shape
-        mask = b.masks[self.rank] if b.masked else None
-        value = b.xs[self.rank].clone()
-        takes_mask = all(not hasattr(self.chain.layers[n], "split_bn") for n, *_ in calls)
-        if mask is not None and takes_mask:
-            spreads = calls[0][2] or any(has_residual for _, has_residual, _ in calls)
-            large = min(1e30, torch.finfo(getattr(torch, dtype)).max)  # infinity's sine is NaN
-            paddings = [0.0, large, float("nan")][: 2 if spreads else 3]
-            value[~mask[:, None].expand_as(value)] = self.pick(*paddings)
+        takes_mask = all(not hasattr(self.layers[n], "split_bn") for n, *_ in calls)
+        spreads = calls[0][2] or any(has_residual for _, has_residual, _ in calls)
+        large = min(1e30, torch.finfo(getattr(torch, dtype)).max)  # infinity's sine is NaN
+        paddings = [0.0, large, float("nan")][: 2 if spreads else 3]
+        value, mask = self.padded(b, *paddings if takes_mask else ())
         x = self.tensor(value.reshape(shape(self.chain.dims[calls[0][0]], N, C, L)), dtype)
         # Compiled, torch's own batch norm in evaluation misreads gradients of other strides.
         dy = self.tensor(b.dys[self.rank], dtype, dense=run is not None)
@@ -271,7 +282,7 @@ class TorchTraining(machines.Machine):
         seen: list[Any] = []
         hooks: list[Any] = []
         for n in {n for n, *_ in calls} if way == "hooks" else ():
-            layer = self.chain.layers[n]
+            layer = self.layers[n]
             hooks.append(layer.register_forward_hook(lambda *_: seen.append(0)))
             if needs_x:  # otherwise torch warns
                 hooks.append(layer.register_full_backward_hook(lambda *_: None))
@@ -292,11 +303,11 @@ class TorchTraining(machines.Machine):
 
     def gradients(self) -> dict[str, Any]:
         found = {}
-        for n, layer in enumerate(self.chain.layers):
+        for n, layer in enumerate(self.layers):
             for name in ("weight", "bias"):
-                p: Any = getattr(layer, name)
+                p = getattr(layer, name)
                 if parametrize.is_parametrized(layer, name):
-                    p = layer.parametrizations[name].original  # type: ignore[union-attr,index]
+                    p = layer.parametrizations[name].original
                     found[f"d{name}{n}"] = None if p.grad is None else p.grad / 2
                 elif p is not None:
                     found[f"d{name}{n}"] = p.grad
@@ -308,11 +319,6 @@ class TorchTraining(machines.Machine):
             backend = self.pick("aot_eager", "eager")
             self.op_train("plain", torch.compile(self.chain, backend=backend))
 
-    def some_layer(self) -> tuple[int, Any]:
-        n = self.pick(*range(len(self.groups)))
-        self.log("  ", n)
-        return n, self.chain.layers[n]
-
     def op_parametrized(self) -> None:
         _, layer = self.some_layer()
         if layer.weight is not None:
@@ -321,15 +327,10 @@ class TorchTraining(machines.Machine):
             parametrize.remove_parametrizations(layer, "weight")
 
     def op_evaluate(self) -> None:
-        calls, dtype = self.calls(), self.pick("float64", "float32")
         modes = [module.training for module in self.chain.modules()]
         self.chain.eval()
-        way = self.pick(*machines.WITHOUT_BACKWARD)
-        draw = partial(self.batches, dtype, (0, 1, 2, 5), masked=self.odds(0.3))
-        b, want, moved = self.until_accepted(draw, partial(self.expected, calls=calls, way=way))
-        self.log("  ", way, calls, dtype, [tuple(x.shape) for x in b.xs])
-        found = self.step(b, calls, way, dtype, False)
-        self.compare(found, want, moved, self.coarsest(calls, dtype))
+        way, dtype = self.pick(*machines.WITHOUT_BACKWARD), self.pick("float64", "float32")
+        self.compare_step(way, self.calls(), dtype, (0, 1, 2, 5), needs_x=False)
         for module, mode in zip(self.chain.modules(), modes, strict=True):
             module.training = mode
 
@@ -337,7 +338,7 @@ class TorchTraining(machines.Machine):
         """`update_bn_stats` over two batches of each rank."""
         calls = self.calls(2, lambda norm: norm.kind == "whole" and not norm.frozen)
         calls = tuple((n, False, False) for n, *_ in calls)
-        kept = [n for n, *_ in calls if self.chain.layers[n].training and self.buffers[0][n]]
+        kept = [n for n, *_ in calls if self.layers[n].training and self.buffers[0][n]]
         if not kept:
             return
         self.log("  ", calls)
@@ -363,7 +364,7 @@ class TorchTraining(machines.Machine):
         draw = lambda: Several([self.batches("float64", (2, 3, 5)) for _ in (0, 1)])  # noqa: E731
         several, want, moved = self.until_accepted(draw, expected)
         tb.update_bn_stats(
-            nn.ModuleList([self.chain.layers[n] for n in {n: 0 for n, *_ in calls}]),
+            nn.ModuleList([self.layers[n] for n in {n: 0 for n, *_ in calls}]),
             [b.xs[self.rank] for b in several.batches],
             forward_fn=forward, progress=False, process_group=self.world,
         )  # fmt: skip
