@@ -13,6 +13,7 @@ from tests.pages.test_names import CLAIMS
 README = (launch.ROOT / "README.md").read_text()
 TEXT = " ".join(README.split())
 
+
 def test_it_is_one_page_and_says_first_what_multibn_is() -> None:
     assert len(README.splitlines()) <= 130
     before_code = README.partition("```diff")[0]
