@@ -1,10 +1,9 @@
 """What no graph can guard is asked when an operator runs: each row is changed between two steps."""
 
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn.engine import recording, replaying
-from multibn.torch import SyncBatchNorm, sync_batch_norm
-from multibn.torch_backend.layer import functional
+from multibn.torch import SyncBatchNorm
+from tests.helpers import launch
 from tests.helpers.ranks import EqualRanks
 
 NEEDS = "torch"
@@ -60,7 +59,7 @@ def test_a_recomputation_is_seen() -> None:
 
 
 def test_anomaly_mode_is_seen() -> None:
-    call, _ = _same_as_eager(lambda call, layer, x: _step(call, layer, x))
+    call, _ = _same_as_eager(_step)
     y = call(_input())
     anomaly = torch.autograd.set_detect_anomaly(mode=True, check_nan=False)
     with anomaly, pytest.raises(FloatingPointError, match="the gradient of the output"):
@@ -78,16 +77,22 @@ def test_a_plan_that_is_gone_is_made_again() -> None:
     assert layer.layer_communicator.plans
 
 
-def test_another_default_group_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, layer = _same_as_eager(lambda call, layer, x: _step(call, layer, x))
+@contextmanager
+def _default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_another_default_group_is_seen() -> None:
+    call, layer = _same_as_eager(_step)
     plans = layer.layer_communicator.plans
     for _ in range(2):
         before = len(plans)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
+        with _default_group():
             _step(call, layer, _input())
-        finally:
-            dist.destroy_process_group()
         assert len(plans) == before + 1
 
 
@@ -95,39 +100,13 @@ def test_ddps_join_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = SyncBatchNorm(3, process_group=EqualRanks())
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     call(_input())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with _default_group():
         ddp = DistributedDataParallel(nn.Linear(1, 1))
         ddp._join_config = ddp._join_config._replace(enable=True)
         monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", ddp)
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"multibn\.torch\.join"):
                 call(_input())
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_leaf_may_be_compiled_whole() -> None:
-    """The function that all layers call, as CONTRIBUTING's recipe has it."""
-    layer = SyncBatchNorm(3)
-
-    def leaf(x: Tensor) -> Tensor:
-        args = layer._as_input(x)
-        return functional.normalize_with_batch_stats(
-            args, 3, layer.layer_communicator, weighting="element"
-        )[0]
-
-    x = _input()
-    torch.testing.assert_close(torch.compile(leaf, fullgraph=True, backend="aot_eager")(x), leaf(x))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself
-def test_the_function_runs_between_compiled_parts() -> None:
-    def normalize(x: Tensor) -> Tensor:
-        return sync_batch_norm(x.sin())[0].cos()
-
-    x = _input()
-    torch.testing.assert_close(torch.compile(normalize, backend="aot_eager")(x), normalize(x))
 
 
 # Layers a and b in one order or another; prints the counters of the caches, and errors.
@@ -166,16 +145,12 @@ def test_a_second_start_finds_its_graphs(tmp_path: Path) -> None:
     """A graph from the disk is right with other weights, sizes of the world, orders of layers."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    rows = [("ab", 0, 1, 0), ("ab", 0, 1, 1), ("ab", 1, 1, 1), ("ab", 0, 3, 1), ("ba", 0, 1, 0)]
-    for order, seed, size, hits in rows:
-        command = [sys.executable, str(program), order, str(seed), str(size)]
-        ran = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=300
-        )
-        counted = json.loads(ran.stdout.splitlines()[-1])
-        assert counted.get("autograd_cache_hit", 0) == hits, (order, seed, size, counted)
+    variables: Any = {"PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+    variables["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+    python = sys.executable  # the forks after it have another hash seed
+    rows = [("ab", 0, 1, 0), ("ab", 1, 1, 1), ("ab", 0, 3, 1), ("ba", 0, 1, 0)]
+    for *row, hits in rows:
+        said = launch.printed(str(program), *map(str, row), interpreter=python, **variables)
+        counted = json.loads(said.splitlines()[-1])
+        assert counted.get("autograd_cache_hit", 0) == hits, (row, counted)
+        python = launch.python()

@@ -3,6 +3,7 @@
 import re
 import warnings
 from functools import partial
+from itertools import product
 from typing import Any, get_type_hints
 
 import pytest
@@ -21,6 +22,7 @@ from multibn.torch_backend import (
 )
 from multibn.torch_backend.layer.base import LayerOptions
 from tests.helpers.ranks import errors_of_rank_0
+from tests.torch_backend.convert.test_class_swap import Activated2d
 
 NEEDS = "torch"
 
@@ -107,18 +109,15 @@ def test_revert_restores_the_class(cls: Any) -> None:
     assert vars(layer) == before
 
 
-def test_a_layer_built_as_one_reverts_to_any_dimensions() -> None:
+def test_a_layer_built_as_one_reverts_and_converts_to_the_same_class() -> None:
+    """It takes what it took: any dimensions, masks, residuals, another dtype in evaluation."""
     back: Any = revert_sync_batchnorm(nn.Sequential(SyncBatchNorm(3)))[0]
     assert type(back) is BatchNorm
     for shape in ((4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)):
         back(torch.randn(shape))
     with pytest.raises(ValueError, match=r"2 or more dimensions: got shape \(3,\)"):
         back(torch.randn(3))
-
-
-def test_a_layer_built_as_one_reverts_and_converts_to_the_same_class() -> None:
-    """Its calls take what they took: masks, residuals, an input of another dtype in evaluation."""
-    layer: Any = convert_sync_batchnorm(revert_sync_batchnorm(SyncBatchNorm(3)))
+    layer: Any = convert_sync_batchnorm(back)
     assert type(layer) is SyncBatchNorm
     x = torch.randn(4, 3, dtype=torch.float64)
     y = layer(x, x, mask=torch.tensor([True, True, True, False]))
@@ -235,21 +234,14 @@ def unconvertible() -> dict[str, tuple[nn.Module, str]]:
     named.step_accumulator = 2
     private: Any = nn.BatchNorm2d(3)
     private._num_splits = 2
+    has, lazy = "BatchNorm2d: it has an attribute", "LazyBatchNorm2d: it is a lazy module that is"
+    sub = "SyncActivated: it is a subclass of nn.SyncBatchNorm with its own"
     return {
-        "private": (private, "BatchNorm2d: it has an attribute '_num_splits', which Sync"),
-        "named": (
-            named,
-            "BatchNorm2d: it has an attribute 'step_accumulator', which SyncBatchNorm uses itself.",
-        ),
+        "private": (private, f"{has} '_num_splits', which SyncBatchNorm uses itself."),
+        "named": (named, f"{has} 'step_accumulator', which SyncBatchNorm uses itself."),
         "parametrized": (parametrized, "ParametrizedBatchNorm2d: it is parametrized. Remove"),
-        "lazy": (
-            nn.LazyBatchNorm2d(),
-            "LazyBatchNorm2d: it is a lazy module that is not initialized. Run the model",
-        ),
-        "act": (
-            SyncActivated(3),
-            "SyncActivated: it is a subclass of nn.SyncBatchNorm with its own",
-        ),
+        "lazy": (nn.LazyBatchNorm2d(), f"{lazy} not initialized. Run the model"),
+        "act": (SyncActivated(3), sub),
         "patched": (patched, "SyncBatchNorm: its `forward` was replaced on the instance. Convert"),
         "foreign": (Foreign(3), "Foreign: it is not of torch's batch norm class"),
         "evo": (EvoNorm(), "EvoNorm: it is not of torch's batch norm class"),
@@ -291,18 +283,19 @@ def test_the_type_that_comes_in_is_that_which_comes_back(function: Any) -> None:
 
 def test_what_is_no_model_or_has_no_batch_norm_is_named() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    functions = convert_sync_batchnorm, partial(convert_sub_batchnorm, num_splits=2)
+    functions: Any = convert_sync_batchnorm, partial(convert_sub_batchnorm, num_splits=2)
     for function in (*functions, revert_sync_batchnorm):
         for wrong, name in ((None, "NoneType"), (optimizer, "SGD"), ([nn.Linear(1, 1)], "list")):
             with pytest.raises(TypeError, match=rf"must be a torch\.nn\.Module: got {name}\."):
-                function(wrong)  # type: ignore[type-var]
+                function(wrong)
     keras = type("Functional", (nn.Module,), {"__module__": "keras.src.models.functional"})
-    for model in (nn.Sequential(nn.GroupNorm(1, 3)), keras()):
+    for model, convert in product((nn.Sequential(nn.GroupNorm(1, 3)), keras()), functions):
         message = rf"no batch norm layer of torch: got \S+\.{type(model).__name__}\. Nothing"
         with pytest.raises(TypeError, match=message):
-            convert_sync_batchnorm(model, strict=True)
-        with pytest.warns(UserWarning, match=message):
-            assert convert_sync_batchnorm(model) is model
+            convert(model, strict=True)
+        with pytest.warns(UserWarning, match=message) as caught:
+            assert convert(model) is model
+        assert caught[0].filename == __file__
     convert_sync_batchnorm(SyncBatchNorm(3), strict=True)
 
 
@@ -321,6 +314,7 @@ class Unchecked(nn.modules.batchnorm._BatchNorm):
     [
         (nn.BatchNorm2d, (4, 3), r"expected 4D input \(got 2D input\)"),
         (Renamed, (4, 3, 2), "expected 4D input"),
+        (Activated2d, (4, 3, 2), "^expected 4D input"),
         (AnyBut3, (4, 3, 2), "not three"),
     ],
 )
@@ -337,18 +331,6 @@ def test_a_converted_layer_refuses_what_its_class_refuses(
         convert_sync_batchnorm(cls(3)).eval()(x)
     for takes_all in (AnyBut3(3), nn.SyncBatchNorm(3), Unchecked(3)):
         convert_sync_batchnorm(takes_all)(torch.randn(4, 3))
-
-
-@pytest.mark.parametrize("name", ["running_mean", "running_var"])
-def test_running_statistics_of_another_size_are_refused(name: str) -> None:
-    def call(wrong: bool, group: Any) -> None:
-        layer: Any = convert_sync_batchnorm(nn.BatchNorm1d(3), group)
-        if wrong:
-            setattr(layer, name, torch.ones(4))
-        layer(torch.randn(5, 3))
-
-    message = "`running_mean` and `running_var` must have 3 numbers each, one for each ch"
-    errors_of_rank_0(call, ValueError, message)
 
 
 def test_what_cannot_be_reverted_is_one_message() -> None:

@@ -43,6 +43,7 @@ from multibn.torch_backend import check_sync as expect_in_sync  # not a check of
 from tests.harness.runs import on
 from tests.helpers.pages import script
 from tests.helpers.spread import OTHERS
+from tests.torch_backend.convert.test_class_swap import Activated2d
 
 RUNS = on("torchrun", 4, needs="torch")
 
@@ -211,11 +212,6 @@ def check_the_function_takes_dtensors(world: Communicator) -> None:
     _compare({"y": layer(under_way)}, {"y": expected.y[0]}, "under way")
 
 
-class _Activated(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
-
-
 def _steps(model: Any, mesh: Any, place: Any) -> list[Any]:
     """Two steps of training, an evaluation, and what the model has learned."""
     results: list[Any] = []
@@ -230,15 +226,14 @@ def _steps(model: Any, mesh: Any, place: Any) -> list[Any]:
 
 def check_a_forward_pass_of_its_own_takes_dtensors(world: Communicator) -> None:
     """It gives what the layer with a ReLU behind gives."""
-    mesh = _mesh(2, 2)
-    layers = nn.Sequential(SyncBatchNorm(C), nn.ReLU()), _Activated(C)
-    results = [_steps(convert_sync_batchnorm(n.double()), mesh, BOTH) for n in layers]
+    layers = nn.Sequential(SyncBatchNorm(C), nn.ReLU()), Activated2d(C)
+    results = [_steps(convert_sync_batchnorm(n.double()), _mesh(2, 2), BOTH) for n in layers]
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
 
 def check_compiled_code_gives_eager_numbers(world: Communicator) -> None:
     """The layers train uncompiled between compiled parts; a whole graph is refused with a cure."""
-    mesh, layers = _mesh(2, 2), (SyncBatchNorm(C), _Activated(C))
+    mesh, layers = _mesh(2, 2), (SyncBatchNorm(C), Activated2d(C))
     net = convert_sync_batchnorm(nn.Sequential(nn.Tanh(), *layers, nn.Tanh()).double())
     with warnings.catch_warnings():
         # torch's own: of its imports, and of the inputs of compiled parts.

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from multibn import SingleProcess
 from multibn.parity import oracle
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm, checkpoint_contexts
+from multibn.torch_backend.layer import compiled as compiled_code
 from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.spread import spread
 
 NEEDS = "torch"
 
@@ -31,6 +33,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of the plans that compiled code has made so far."""
+    made: list[dict[str, Any]] = []
+    plan_of = compiled_code.Plan
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        made.append(options)
+        return plan_of(*arguments, **options)
+
+    monkeypatch.setattr(compiled_code, "Plan", noted)
+    return made
 
 
 def test_sizes_may_change_without_compiling_again() -> None:
@@ -74,17 +90,7 @@ def test_a_message_says_whether_a_backward_pass_may_follow() -> None:
     assert [needed for *_, needed, _, _ in layer.layer_communicator.phases] == [False, True]
 
 
-def test_a_step_like_an_earlier_one_prepares_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multibn.torch_backend.layer import compiled
-
-    made: list[Any] = []
-    plan_of = compiled.Plan
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        made.append(arguments)
-        return plan_of(*arguments, **options)
-
-    monkeypatch.setattr(compiled, "Plan", counted)
+def test_a_step_like_an_earlier_one_prepares_no_plan(plans: list[Any]) -> None:
     layer, eager = (SyncBatchNorm(3, momentum=None) for _ in "ab")
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, mask = torch.randn(4, 3, 5, requires_grad=True), torch.rand(4, 5) > 0.5
@@ -96,7 +102,7 @@ def test_a_step_like_an_earlier_one_prepares_no_plan(monkeypatch: pytest.MonkeyP
             y = normalize(x, mask=where)
             found.append([y, *torch.autograd.grad(y.sin().sum(), x)])
         torch.testing.assert_close(*found)
-        counts.append(len(made))
+        counts.append(len(plans))
     assert 0 < counts[0] == counts[2] < counts[3] < counts[4]
     torch.testing.assert_close(list(layer.buffers()), list(eager.buffers()))
 
@@ -133,26 +139,13 @@ def test_operators_keep_torchs_rules(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_messages_are_copied_where_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_copied_where_a_graph_is_recorded(plans: list[Any]) -> None:
     """Elsewhere the host keeps them, as those of eager layers."""
-    from multibn.torch_backend.layer import compiled
-
-    made: list[bool] = []
-    plan_of = compiled.Plan
-
-    def noted(*arguments: Any, copied: bool, **options: Any) -> Any:
-        made.append(copied)
-        return plan_of(*arguments, copied=copied, **options)
-
-    monkeypatch.setattr(compiled, "Plan", noted)
     importlib.import_module("torch._inductor.cudagraph_trees")
-    x = torch.randn(4, 3, requires_grad=True)
-    for mode in ("reduce-overhead", "default"):
-        torch._dynamo.reset()
-        call = torch.compile(SyncBatchNorm(3), fullgraph=True, mode=mode)
-        for _ in range(2):
-            call(x).sum().backward()
-    assert made == [True, False]
+    ways: tuple[Any, ...] = {"mode": "reduce-overhead"}, {"backend": "aot_eager"}
+    for options in ways:
+        torch.compile(SyncBatchNorm(3), fullgraph=True, **options)(torch.randn(4, 3))
+    assert [plan["copied"] for plan in plans] == [True, False]
 
 
 OPAQUE = "forward_sums", "backward_sums", "checked_mask"
@@ -190,8 +183,7 @@ def test_a_compiled_block_in_a_checkpoint_updates_once(momentum: float | None) -
             y: Any = checkpoint(net, x, use_reentrant=False, context_fn=checkpoint_contexts)
             y.square().sum().backward()
         found.append([*net.buffers(), x.grad])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself
@@ -252,9 +244,12 @@ class Compared(fx.Interpreter):
         return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"bias": False}], ids=str)
-def test_operators_give_what_the_compiler_was_told(dtype: Any, options: Any) -> None:
+@pytest.mark.parametrize(
+    "options, dtype",
+    spread([{}, {"affine": False}, {"bias": False}], over=[[torch.bfloat16, torch.float32]]),
+    ids=str,
+)
+def test_operators_give_what_the_compiler_was_told(options: Any, dtype: Any) -> None:
     """Parameters are in float32, as in mixed precision."""
 
     def compile_graph(graph: Any, _: Any) -> Any:
@@ -317,8 +312,7 @@ def test_the_compiler_needs_some_memory_for_activations() -> None:
         model(torch.randn(4, 2, 5, 5)).square().sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_compiled_autograd_gives_eager_gradients(backend: str) -> None:
+def test_compiled_autograd_gives_eager_gradients() -> None:
     layer, x = SyncBatchNorm(2), torch.randn(4, 2, 5)
 
     def step() -> None:
@@ -329,5 +323,5 @@ def test_compiled_autograd_gives_eager_gradients(backend: str) -> None:
     expected, layer.bias.grad = layer.bias.grad, None
     with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of what it finds on its way through the nodes
-        torch.compile(step, backend=backend)()
+        torch.compile(step)()
     torch.testing.assert_close(layer.bias.grad, expected)

@@ -47,15 +47,6 @@ X, V, DY = (_tensor(N, C, seed=seed) for seed in range(3))
 XS = torch.stack([X, 2 * X + V, DY])
 
 
-def stack_models(num_models: int, make_layer: Callable[[], nn.Module]) -> tuple[Any, Any, Any]:
-    """A network with the layer, and the stacked parameters and buffers of so many such networks."""
-    models = []
-    for seed in range(num_models):
-        torch.manual_seed(seed)
-        models.append(nn.Sequential(nn.Linear(C, C), make_layer(), nn.Linear(C, 2)).double())
-    return models[0], *stack_module_state(models)
-
-
 def _with_parameters(layer: Any) -> Any:
     with torch.no_grad():
         for i, p in enumerate(layer.parameters()):
@@ -106,37 +97,30 @@ def _dual_gradient(s: _Subject) -> Any:
         return tuple(forward_ad.unpack_dual(dx))
 
 
-def _batched_gradients(layer: Any, batched: Callable[[Any, Any, Any], Any]) -> Any:
-    leaf = X.clone().requires_grad_()
-    return batched(layer(leaf), [leaf, *layer.parameters()], torch.stack([DY, V]))
-
-
-def _mapped(y: Any, inputs: Any, dys: Any) -> Any:
-    return vmap(lambda dy: torch.autograd.grad(y, inputs, dy, retain_graph=True))(dys)
-
-
-def _batched(y: Any, inputs: Any, dys: Any) -> Any:
+def _batched_gradients(layer: Any, *, by_vmap: bool) -> Any:
+    leaf, dys = X.clone().requires_grad_(), torch.stack([DY, V])
+    y, inputs = layer(leaf), [leaf, *layer.parameters()]
+    if by_vmap:
+        return vmap(lambda dy: torch.autograd.grad(y, inputs, dy, retain_graph=True))(dys)
     return torch.autograd.grad(y, inputs, dys, is_grads_batched=True)
 
 
 def _of_models(s: _Subject) -> Any:
-    net, parameters, buffers = stack_models(4, s.make)
+    """A network with the layer, and so many such networks at a time."""
+    models = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.Linear(C, C), s.make(), nn.Linear(C, 2)).double())
+    parameters, buffers = stack_module_state(models)
 
     def call(p: Any, b: Any, x: torch.Tensor) -> Any:
-        return functional_call(net, (p, b), (x,))
+        return functional_call(models[0], (p, b), (x,))
 
-    same = vmap(call, in_dims=(0, 0, None))(parameters, buffers, X)
-    inputs = _tensor(4, N, C, seed=3)
-    return same, vmap(call)(parameters, buffers, inputs), buffers
-
-
-def _gradients_of_models(s: _Subject) -> Any:
-    net, parameters, buffers = stack_models(4, s.make)
-
-    def loss(p: Any, b: Any, x: torch.Tensor) -> Any:
-        return functional_call(net, (p, b), (x,)).tanh().sum()
-
-    return vmap(grad(loss), in_dims=(0, 0, None))(parameters, buffers, X)
+    of_one: Any = {"in_dims": (0, 0, None)}
+    same = vmap(call, **of_one)(parameters, buffers, X)
+    own = vmap(call)(parameters, buffers, _tensor(4, N, C, seed=3))
+    gradients = vmap(grad(lambda *a: call(*a).tanh().sum()), **of_one)(parameters, buffers, X)
+    return same, own, gradients, buffers
 
 
 functional = torch.autograd.functional
@@ -146,15 +130,14 @@ TRACKED: dict[str, Callable[[_Subject], Any]] = {
     "forward mode": _dual,
     "backward of a dual": _backward_of_a_dual,
     "dual gradient": _dual_gradient,
-    "vmap of autograd.grad": lambda s: _batched_gradients(s.layer, _mapped),
-    "is_grads_batched": lambda s: _batched_gradients(s.layer, _batched),
+    "vmap of autograd.grad": lambda s: _batched_gradients(s.layer, by_vmap=True),
+    "is_grads_batched": lambda s: _batched_gradients(s.layer, by_vmap=False),
     "vectorized jacobian": lambda s: functional.jacobian(s.layer, X, vectorize=True),
     "forward jacobian": lambda s: functional.jacobian(
         s.layer, X, vectorize=True, strategy="forward-mode"
     ),
     "vectorized hessian": lambda s: functional.hessian(s.loss, X, vectorize=True),
     "models": _of_models,
-    "gradients of models": _gradients_of_models,
     "linearize": lambda s: linearize(s.layer, X)[1](V),
 }
 CASES: dict[str, Callable[[_Subject], Any]] = {
@@ -329,7 +312,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "forward jacobian": lambda layer: functional.jacobian(
         layer, X, vectorize=True, strategy="forward-mode"
     ),
-    "is_grads_batched": lambda layer: _batched_gradients(layer, _batched),
+    "is_grads_batched": lambda layer: _batched_gradients(layer, by_vmap=False),
     "make_fx": lambda layer: make_fx(layer)(X),
 }
 

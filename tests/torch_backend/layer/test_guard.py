@@ -18,6 +18,7 @@ from multibn.torch import (
     convert_sync_batchnorm,
     step_statistics,
 )
+from tests.torch_backend.convert.test_class_swap import Activated2d
 
 NEEDS = "torch"
 
@@ -113,13 +114,17 @@ def test_a_step_of_several_passes_is_seen() -> None:
     torch.testing.assert_close(layer.state_dict(), other.state_dict(), check_dtype=False)
 
 
+NUMBERS = "`running_mean` and `running_var` must have 3 numbers each, one for each ch"
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"eps": -1.0}, "`eps` must be"),
         ({"weight": nn.Parameter(torch.ones(4))}, "`weight` must have shape"),
         ({"bias": nn.Parameter(torch.ones(3, device="meta"))}, "`bias` must be on the device"),
-        ({"running_mean": torch.ones(4)}, "`running_mean` and `running_var` must have 3 numbers"),
+        ({"running_mean": torch.ones(4)}, NUMBERS),
+        ({"running_var": torch.ones(4)}, NUMBERS),
         ({"running_var": torch.ones(3, dtype=torch.int64)}, "`running_var` must be in floating"),
     ],
 )
@@ -169,28 +174,16 @@ def test_ever_new_inputs_keep_few_plans(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(layer.layer_communicator.plans) <= 3
 
 
-class _OwnForward(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        assert self.running_mean is not None
-        arguments = self.running_mean, self.running_var, self.weight, self.bias, self.training
-        return torch.nn.functional.batch_norm(input, *arguments, 0.1, self.eps).relu()
-
-
 def _masked() -> Callable[[Tensor], Tensor]:
     layer = _layer()
     return lambda x: layer(x, mask=torch.ones(4, 5, 5, dtype=torch.bool))
 
 
-def _parts() -> Callable[[Tensor], Tensor]:
-    layer: Any = nn.BatchNorm2d(3)
-    return convert_sub_batchnorm(layer, num_splits=2)
-
-
 WAYS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "a layer": _layer,
     "a mask": _masked,
-    "a converted layer with its own forward": lambda: convert_sync_batchnorm(_OwnForward(3)),
-    "the parts of convert_sub_batchnorm": _parts,
+    "a converted layer with its own forward": lambda: convert_sync_batchnorm(Activated2d(3)),
+    "the parts of convert_sub_batchnorm": lambda: convert_sub_batchnorm(nn.BatchNorm2d(3), 2),
     "SubBatchNorm2d": lambda: SubBatchNorm2d(num_splits=2, num_features=3),
     "NaiveSyncBatchNorm2d": lambda: NaiveSyncBatchNorm2d(num_features=3),
 }

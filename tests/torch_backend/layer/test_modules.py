@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from multibn import observing
 from multibn.torch_backend import (
-    SubBatchNorm1d,
     SubBatchNorm2d,
     SyncBatchNorm,
     SyncGroupNorm,
@@ -21,15 +19,19 @@ from multibn.torch_backend import (
     sync_batch_norm,
 )
 from tests.helpers.ranks import errors_of_rank_0, run_ranks
+from tests.torch_backend.steps import step
 
 NEEDS = "torch"
 
-make: Any = SyncBatchNorm
+make: Any = SyncBatchNorm  # of Any: what parameters and buffers are is not checked against None
 SHAPES: dict[int, tuple[Any, list[tuple[int, ...]]]] = {
     1: (nn.BatchNorm1d, [(6, 4), (6, 4, 5)]),
     2: (nn.BatchNorm2d, [(6, 4, 5, 3)]),
     3: (nn.BatchNorm3d, [(6, 4, 2, 5, 3)]),
 }
+
+
+NESTED = "the input must be a dense tensor: got a nested one of layout torch.strided"
 
 
 def nested() -> Tensor:
@@ -49,13 +51,7 @@ def test_alone_it_is_torchs_batch_norm(dimensions: int, options: dict[str, Any])
         ours = make(4, dtype=torch.float64, **options)
         for training in (True, True, False):
             x, dy = torch.randn(2, *shape, dtype=torch.float64)
-            results = []
-            for layer in (theirs, ours):
-                layer.zero_grad()
-                t = x.clone().requires_grad_()
-                y = layer.train(training)(t)
-                y.backward(dy)
-                results.append([y, t.grad, *(p.grad for p in layer.parameters())])
+            results = [step(layer.train(training), x, dy) for layer in (theirs, ours)]
             torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
         states = [layer.state_dict() for layer in (theirs, ours)]
         torch.testing.assert_close(*states)
@@ -102,10 +98,7 @@ def test_gradients_do_not_depend_on_strides(
                     torch.empty_permuted(shape, [*given], dtype=v.dtype).copy_(v)
                     for v, given in zip(values, orders, strict=True)
                 )
-                layer = build(4, **options).train(training)
-                y = layer(x.requires_grad_())
-                y.backward(dy)
-                results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+                results.append(step(build(4, **options).train(training), x, dy))
         for result in results:
             torch.testing.assert_close(result, results[0])
 
@@ -140,25 +133,6 @@ def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:
         layer(quantized)
 
 
-def test_nested_tensors_are_refused() -> None:
-    """torch raises errors of its own where such a tensor is asked for its shape."""
-    x = torch.randn(2, 3, 2)
-    calls: list[Callable[[Tensor, Any], Any]] = [
-        lambda x, group: SyncBatchNorm(3, process_group=group)(x),
-        lambda x, group: sync_batch_norm(x, torch.ones(3), process_group=group),
-        lambda x, group: SubBatchNorm1d(2, 3, process_group=group)(x),
-    ]
-    message = "the input must be a dense tensor: got a nested one of layout torch.strided"
-    for call in calls:
-
-        def one(wrong: bool, group: Any, call: Any = call) -> Any:
-            return call(nested() if wrong else x, group)
-
-        errors_of_rank_0(one, TypeError, message)
-    with pytest.raises(TypeError, match="the input must be a dense tensor: got a nested one"):
-        sync_batch_norm(nested())
-
-
 @pytest.mark.parametrize(
     "options, error, message",
     [
@@ -169,6 +143,7 @@ def test_nested_tensors_are_refused() -> None:
         ({"eps": 0.0}, ValueError, "`eps` must be"),
         ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
         ({"x": "a batch"}, TypeError, "the input must be a torch.Tensor: got str"),
+        ({"x": nested}, TypeError, NESTED),
         ({"x": torch.ones(3)}, ValueError, r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"),
         ({"x": torch.ones(2, 3, device="meta")}, TypeError, "must have data: got meta"),
         ({"weight": torch.ones(4)}, ValueError, r"same shape \(C,\): got \[\(4,\), \(3,\)\]"),
@@ -179,14 +154,10 @@ def test_bad_arguments_of_the_function_are_errors_on_all(
     options: dict[str, Any], error: Any, message: str
 ) -> None:
     def call(wrong: bool, group: Any) -> Any:
-        given: dict[str, Any] = {
-            "x": torch.randn(2, 3),
-            "weight": torch.ones(3),
-            "bias": torch.zeros(3),
-        }
-        given |= options if wrong else {}
+        right = {"x": torch.randn(2, 3), "weight": torch.ones(3), "bias": torch.zeros(3)}
+        given: Any = right | (options if wrong else {})
         given = {name: v() if v is nested else v for name, v in given.items()}
-        arrays = [given.pop(name) for name in ("x", "weight", "bias")]
+        arrays = [given.pop(name) for name in right]
         return sync_batch_norm(*arrays, process_group=group, **given)
 
     errors_of_rank_0(call, error, message)

@@ -176,11 +176,7 @@ def test_populations_leave_out_what_other_ranks_have_made_all_skip(
         )  # fmt: skip
         return state(layer)
 
-    for sees, never_saw in zip(
-        *(run_ranks(2, lambda c, s=s: population(c, s)) for s in (True, False)),  # type: ignore[misc]
-        strict=True,
-    ):
-        assert_same(sees, never_saw)
+    assert_same(*(run_ranks(2, partial(population, sees=sees)) for sees in (True, False)))
 
 
 @pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
@@ -195,23 +191,20 @@ def test_the_first_layer_of_a_pass_tells_of_a_skipped_batch(estimator: Any) -> N
     assert ["in layer 0" in text for text in skips] == [True]
 
 
-class _Untracked(nn.Module):
-    """A layer without running statistics, or the function."""
-
-    def __init__(self, is_function: bool) -> None:
-        super().__init__()
-        self.is_function = is_function
-        self.layer = SyncBatchNorm(1, track_running_stats=False, nonfinite="skip")
-
+class _Function(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sync_batch_norm(x, nonfinite="skip")[0] if self.is_function else self.layer(x)
+        return sync_batch_norm(x, nonfinite="skip")[0]
 
 
 @pytest.mark.filterwarnings("ignore:rank . of 1 has skipped:RuntimeWarning")
-@pytest.mark.parametrize("is_function", [False, True])
-def test_a_population_has_the_batches_that_a_later_layer_skips(is_function: bool) -> None:
+@pytest.mark.parametrize(
+    "untracked",
+    [partial(SyncBatchNorm, 1, track_running_stats=False, nonfinite="skip"), _Function],
+    ids=["layer", "function"],
+)
+def test_a_population_has_the_batches_that_a_later_layer_skips(untracked: Any) -> None:
     xs = [torch.randn(8, 1) + k for k in range(3)]
     first = SyncBatchNorm(1, nonfinite="skip")
     later = nn.Sequential(nn.Hardtanh(-0.1, 0.1), nn.Threshold(0.1, torch.inf))
-    update_bn_stats(nn.Sequential(first, later, _Untracked(is_function)), xs, progress=False)
+    update_bn_stats(nn.Sequential(first, later, untracked()), xs, progress=False)
     torch.testing.assert_close(first.running_mean, torch.cat(xs).mean(0))

@@ -11,8 +11,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from multibn.torch_backend import SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d, step_statistics
 from multibn.torch_backend.layer.base import has_hooks
 from tests.helpers import slowfast
-from tests.helpers.ranks import errors_of_rank_0, refusal, run_ranks
+from tests.helpers.ranks import errors_of_rank_0, run_ranks
 from tests.helpers.spread import spread
+from tests.torch_backend.steps import step
 
 NEEDS = "torch"
 
@@ -36,15 +37,13 @@ LAYOUTS = {
 }
 
 
-def make(*arguments: Any, cls: Any = SubBatchNorm3d, **options: Any) -> Any:
-    """A layer whose parameters and buffers need not be checked against None by the type checker."""
-    return cls(*arguments, **options)
+make: Any = SubBatchNorm3d
 
 
 def trained(steps: int = 3, num_splits: int = 2, **options: Any) -> Any:
     layer = make(num_splits, C, **options)
-    for step in range(steps):
-        torch.manual_seed(step)
+    for seed in range(steps):
+        torch.manual_seed(seed)
         layer((1 + torch.arange(8.0).view(8, 1, 1, 1, 1)) * torch.randn(8, C, 2, 3, 3) + 5)
     return layer
 
@@ -70,34 +69,21 @@ def test_the_state_is_laid_out_as_slowfasts() -> None:
     assert all(isinstance(bn, nn.BatchNorm3d) and not bn.affine for bn in layer.children())
 
 
-def test_biased_aggregation_is_exact() -> None:
-    """momentum 1: the variance of the whole batch, where SlowFast's comes out larger."""
+@pytest.mark.parametrize(
+    "dtype, apart, bound", [(torch.float64, 1, 1e-10), (torch.float32, 0, 2e-5)]
+)
+def test_biased_aggregation_is_exact_and_loses_no_digits(
+    dtype: torch.dtype, apart: int, bound: float
+) -> None:
+    """Mean 1e4, standard deviation 1; the buffers round such a mean by 5e-4 in float32."""
+    layer = make(2, C, momentum=1.0, running_var="biased", dtype=dtype)
     torch.manual_seed(0)
-    x = torch.randn(8, C, 2, 3, 3).double() * 3 + torch.arange(8.0).view(8, 1, 1, 1, 1)
-    exact = make(2, C, momentum=1.0, running_var="biased", dtype=torch.float64)
-    slowfasts = make(2, C, momentum=1.0, dtype=torch.float64)
-    exact(x)
-    slowfasts(x)
-    dims = (0, 2, 3, 4)
-    torch.testing.assert_close(exact.bn.running_mean, x.mean(dims), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        exact.bn.running_var, x.var(dims, correction=0), rtol=1e-12, atol=1e-12
-    )
-    n = 4 * 2 * 3 * 3
-    within = exact.split_bn.running_var.view(2, C).mean(0)
-    torch.testing.assert_close(
-        slowfasts.bn.running_var - exact.bn.running_var, within / (n - 1), rtol=1e-9, atol=1e-12
-    )
-
-
-def test_aggregation_loses_no_digits() -> None:
-    """Mean 1e4, standard deviation 1, in float32, whose buffers round such a mean by 5e-4."""
-    layer = make(2, C, momentum=1.0, running_var="biased")
-    torch.manual_seed(0)
-    x = torch.randn(64, C, 4, 4, 4) + 1e4
+    x = torch.randn(64, C, 4, 4, 4, dtype=dtype) + 1e4
+    x[::2] += apart
     layer(x)
-    exact = x.double().var((0, 2, 3, 4), correction=0)
-    assert float((layer.bn.running_var / exact - 1).abs().max()) < 2e-5
+    var, mean = torch.var_mean(x.double(), (0, 2, 3, 4), correction=0)
+    torch.testing.assert_close(layer.bn.running_mean.double(), mean, rtol=1e-7, atol=0)
+    torch.testing.assert_close(layer.bn.running_var.double(), var, rtol=bound, atol=0)
     means, variances = (
         getattr(layer.split_bn, name).double().view(2, C)
         for name in ("running_mean", "running_var")
@@ -148,15 +134,12 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 def test_parameters_that_do_not_fit_on_one_rank_are_an_error_on_all() -> None:
     """Which is told of by a message as long as that of all splits."""
 
-    def run(communicator: Any) -> None:
-        layer = make(2, C, process_group=communicator)
-        if communicator.rank == 1:
-            layer.weight.data = torch.ones(C + 1)
-        message = r"`weight` must have shape \(2, 3\).*got \(2, 4\)"
-        with refusal(communicator, 1, ValueError, message):
-            layer(torch.ones(4, C, 2, 3, 3))
+    def call(wrong: bool, group: Any) -> None:
+        layer = make(2, C, process_group=group)
+        layer.weight.data = torch.ones(C + wrong)
+        layer(torch.ones(4, C, 2, 3, 3))
 
-    run_ranks(2, run)
+    errors_of_rank_0(call, ValueError, r"`weight` must have shape \(2, 3\).*got \(2, 4\)")
 
 
 def test_momentum_is_split_bns() -> None:
@@ -177,23 +160,15 @@ def freeze(layer: Any) -> None:
             m.eval()
 
 
-def watch(layer: Any, seen: dict[str, list[Any]]) -> None:
-    """Collect in `seen` what hooks of every kind get from the parts of a layer."""
-
-    def note(kind: str) -> Any:
-        def hook(part: Any, *tensors: Any) -> None:
-            seen.setdefault(f"{name(part)} {kind}", []).append(tensors)
-
-        return hook
-
-    def name(part: Any) -> str:
-        return "bn" if part is layer.bn else "split_bn"
-
+def watch(layer: Any) -> list[list[Any]]:
+    """What hooks of every kind will get from the parts of a layer."""
+    seen: list[list[Any]] = []
     for part in (layer.bn, layer.split_bn):
-        part.register_forward_pre_hook(note("before"))
-        part.register_forward_hook(note("after"))
-        part.register_full_backward_pre_hook(note("before backward"))
-        part.register_full_backward_hook(note("after backward"))
+        for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+            seen.append([])
+            note: Any = lambda part, *tensors, calls=seen[-1]: calls.append(tensors)  # noqa: E731
+            getattr(part, f"register_{kind}_hook")(note)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -213,36 +188,33 @@ def test_numbers_and_parts_are_slowfasts(dimension: str, given: dict[str, Any], 
     cls, theirs_cls, shape = DIMENSIONS[dimension]
     num_splits, way = (way, "") if isinstance(way, int) else (2, way)
     theirs = slowfast.SubBatchNorm(theirs_cls, num_splits, C, dtype=torch.float64, **given)
-    ours = make(num_splits, C, cls=cls, dtype=torch.float64, **given)
+    ours: Any = cls(num_splits, C, dtype=torch.float64, **given)
     if ours.affine:
         theirs.load_state_dict(
             {"weight": torch.randn(C).double(), "bias": torch.randn(C).double()}, strict=False
         )
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    seen: tuple[dict[str, Any], ...] = {}, {}
+    seen: list[list[Any]] = []
     of_parts = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)) % 3
-    for step, training in enumerate((True, True, True, False)):
+    for n, training in enumerate((True, True, True, False)):
         x, dy = torch.randn(shape).double() + of_parts, torch.randn(shape).double()
         results = []
-        for layer, calls in zip((theirs, ours), seen, strict=True):
-            if step == 1 and "hooked" in way:
-                watch(layer, calls)
+        for layer in (theirs, ours):
+            if n == 1 and "hooked" in way:
+                seen.append(watch(layer))
             layer.train(training)
-            if step and "frozen" in way:
+            if n and "frozen" in way:
                 freeze(layer)
-            layer.zero_grad()
-            t = x.clone().requires_grad_()
-            y = layer(t)
-            y.backward(dy)
-            results.append([y, t.grad, *(p.grad for p in layer.parameters())])
+            results.append(step(layer, x, dy))
         torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
         theirs.aggregate_stats()  # ours needs no reminder
         torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(*seen, rtol=1e-9, atol=1e-10)
-    assert len(seen[0]) == (8 if "hooked" in way else 0)
+    if "hooked" in way:
+        torch.testing.assert_close(*seen, rtol=1e-9, atol=1e-10)
+        assert all(seen[0])
 
 
-@pytest.mark.parametrize("way", [lambda layer: None, freeze, lambda layer: watch(layer, {})])
+@pytest.mark.parametrize("way", [lambda layer: None, freeze, watch])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_numbers_and_is_kept(layout: str, way: Any) -> None:
     x, dy = (torch.randn(DIMENSIONS["3d"][2]) + n for n in (3, 0))
@@ -251,20 +223,19 @@ def test_every_layout_gives_the_same_numbers_and_is_kept(layout: str, way: Any) 
     for y_layout in (LAYOUTS[layout], LAYOUTS["contiguous"]):
         layer = trained(momentum=0.5)
         way(layer)
-        t = y_layout(x.detach()).requires_grad_()
-        y = layer(t)
-        y.backward(dy)
-        results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
+        t = y_layout(x)
+        y, dx, *gradients = step(layer, t, dy)
+        results.append([y, dx, *gradients, *layer.state_dict().values()])
         if not has_hooks(layer.split_bn) and layout not in ("strided", "expanded"):
             assert y.stride() == t.stride()
-            assert way is freeze or t.grad.stride() == t.stride()
+            assert way is freeze or dx.stride() == t.stride()
     torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_frozen_and_hooked_layers_keep_the_dtype(dtype: torch.dtype) -> None:
     x = torch.randn(8, C, 2, 3, 3)
-    for way in (freeze, lambda layer: watch(layer, {})):
+    for way in (freeze, watch):
         for buffers in (torch.float32, dtype):
             layer = trained()
             expected = copy.deepcopy(layer)
@@ -367,7 +338,7 @@ def test_inputs_of_other_dimensions_are_refused(training: bool) -> None:
         (SubBatchNorm1d, (2, C, 4, 4), "expected 2D or 3D input"),
     ]:
         with pytest.raises(ValueError, match=message):
-            make(2, C, cls=cls).train(training)(torch.ones(shape))
+            cls(2, C).train(training)(torch.ones(shape))
 
 
 @pytest.mark.filterwarnings("ignore:rank 0 of 1 has skipped:RuntimeWarning")
@@ -396,7 +367,7 @@ def test_one_value_per_channel_and_split_is_an_error_on_all_ranks() -> None:
     def run(communicator: Any) -> None:
         n, rank = (0 if communicator.rank else 1), communicator.rank
         message = rf"more than 1 value per .* of shape \({n}, 2, 3\) on rank {rank}"
-        layer = make(2, C, cls=SubBatchNorm1d, process_group=communicator)
+        layer = SubBatchNorm1d(2, C, process_group=communicator)
         with pytest.raises(ValueError, match=message):
             layer(torch.ones(2 * n, C))
         layer(torch.ones(2, C))  # one value on each rank is enough

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import warnings
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,18 +42,11 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "plain": Kind(lambda c, world: nn.BatchNorm1d(c, dtype=torch.float64), 1),
-    "sync": Kind(lambda c, world: SyncBatchNorm(c, process_group=world, dtype=torch.float64), 0),
-    "naive": Kind(
-        lambda c, world: NaiveSyncBatchNorm1d(
-            2, num_features=c, process_group=world, dtype=torch.float64
-        ),
-        2,
-    ),
-    "sub": Kind(lambda c, world: SubBatchNorm1d(2, c, dtype=torch.float64), 1, 2),
-    "sub and sync": Kind(
-        lambda c, world: SubBatchNorm1d(2, c, process_group=world, dtype=torch.float64), 0, 2
-    ),
+    "plain": Kind(lambda c, world: nn.BatchNorm1d(c), 1),
+    "sync": Kind(lambda c, world: SyncBatchNorm(c, process_group=world), 0),
+    "naive": Kind(lambda c, world: NaiveSyncBatchNorm1d(2, num_features=c, process_group=world), 2),
+    "sub": Kind(lambda c, world: SubBatchNorm1d(2, c), 1, 2),
+    "sub and sync": Kind(lambda c, world: SubBatchNorm1d(2, c, process_group=world), 0, 2),
 }
 
 
@@ -71,10 +64,10 @@ def _loader(rank: int) -> list[torch.Tensor]:
 
 
 def _model(world: Communicator, kind: str) -> Any:
-    linear = nn.Linear(C, D, bias=False, dtype=torch.float64)
-    linear.weight.data = torch.from_numpy(WEIGHT.T.copy())
     make = KINDS[kind].make
-    return nn.Sequential(make(C, world), linear, nn.ReLU(), make(D, world))
+    model = nn.Sequential(make(C, world), nn.Linear(C, D, bias=False), nn.ReLU(), make(D, world))
+    model[1].weight.data = torch.from_numpy(WEIGHT.T.copy())
+    return model.double()
 
 
 def _inputs(size: int, kind: str) -> list[list[dict[int, Array]]]:
@@ -98,6 +91,12 @@ def _inputs(size: int, kind: str) -> list[list[dict[int, Array]]]:
 def _running(layer: Any) -> tuple[Array, Array]:
     layer = getattr(layer, "bn", layer)
     return layer.running_mean.numpy().copy(), layer.running_var.numpy().copy()
+
+
+def _assert_population(layer: Any, xs: Array) -> None:
+    mean, var = _running(layer)
+    np.testing.assert_allclose(mean, xs.mean(0), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(var, xs.var(0, ddof=1), rtol=1e-10)
 
 
 def _precise(model: Any, data: Any, world: Communicator, **options: Any) -> None:
@@ -140,47 +139,37 @@ def check_a_rank_without_data_repeats_calls_of_any_arguments(world: Communicator
         model[0](x, scales=scales, factor=torch.ones(C))
 
     _precise(nn.ModuleList([own]), _loader(world.rank), world, forward_fn=forward)
-    xs = np.concatenate([s * x for r in range(world.size) for x in _batches(r) for s in (2, 3)])
-    mean, var = _running(own)
-    np.testing.assert_allclose(mean, xs.mean(0), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(var, xs.var(0, ddof=1), rtol=1e-10)
+    xs = [s * x for r in range(world.size) for x in _batches(r) for s in (2, 3)]
+    _assert_population(own, np.concatenate(xs))
 
 
 def check_a_rank_without_data_finds_none_in_arguments(world: Communicator) -> None:
     """Neither in an object, nor in a table that is as long as the batch by chance."""
 
-    @dataclass
-    class Points:
-        features: torch.Tensor
-
     class OfPoints(nn.BatchNorm1d):
-        def forward(self, points: Points, table: Any) -> Any:  # type: ignore[override]
+        def forward(self, points: Any, table: Any) -> Any:  # type: ignore[override]
             return super().forward(points.features) * table[0]
 
-    def forward(model: Any, points: Points) -> None:
-        model[0](points, torch.ones(len(points.features)))
+    def forward(model: Any, x: torch.Tensor) -> None:
+        model[0](SimpleNamespace(features=x), torch.ones(len(x)))
 
     own = convert_sync_batchnorm(OfPoints(C, dtype=torch.float64), world)
-    loader = map(Points, _loader(world.rank))
-    _precise(nn.ModuleList([own]), loader, world, forward_fn=forward)
-    xs = np.concatenate([x for r in range(world.size) for x in _batches(r)])
-    mean, var = _running(own)
-    np.testing.assert_allclose(mean, xs.mean(0), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(var, xs.var(0, ddof=1), rtol=1e-10)
+    _precise(nn.ModuleList([own]), _loader(world.rank), world, forward_fn=forward)
+    _assert_population(own, np.concatenate([x for r in range(world.size) for x in _batches(r)]))
 
 
 def check_limits_count_a_ranks_batches_or_all_samples(world: Communicator) -> None:
     """`num_iters` counts a rank's batches, `num_samples` those of all ranks together."""
     sizes = [[len(x) for x in _batches(rank)] for rank in range(world.size)]
     after_two = sum(n for of_rank in sizes for n in of_rank[:2])
-    expected = np.concatenate([x for rank in range(world.size) for x in _batches(rank)[:2]]).mean(0)
+    expected = np.concatenate([x for rank in range(world.size) for x in _batches(rank)[:2]])
     for limit in ({"num_iters": 2}, {"num_samples": after_two}):
         layer = SyncBatchNorm(C, process_group=world, dtype=torch.float64)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _precise(layer, _loader(world.rank), world, **limit)
         said = [str(w.message) for w in caught]
-        np.testing.assert_allclose(_running(layer)[0], expected, rtol=1e-10, err_msg=str(limit))
+        _assert_population(layer, expected)
         if world.rank == 0 and "num_iters" in limit:
             assert "`num_iters` is 2: `data_loader` ended after 1 on rank 0. All batches" in said[0]
         else:

@@ -3,45 +3,43 @@
 Tests called `test_defect_NN` hold what other reversible implementations get wrong.
 """
 
-import copy
 import gc
-import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multibn import SingleProcess
-from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
+from multibn.torch_backend import checkpoint_contexts
 from multibn.torch_backend.reversible import ReversibleSequence
 from multibn.torch_backend.reversible.sequence import Mode
-from tests.helpers.memory import count_saved
+from tests.torch_backend.reversible.blocks import (
+    MODES,
+    Make,
+    Mlp,
+    Pair,
+    build,
+    dropout,
+    error,
+    expect_equal,
+    expect_stored_run,
+    foreign,
+    inputs,
+    loss_of,
+    mlps,
+    own,
+    random,
+    result,
+    step,
+    train,
+)
 
 NEEDS = "torch"
 
-MODES: tuple[Mode, ...] = ("stored", "reversible")
-
-
-Pair: TypeAlias = tuple[nn.Module, nn.Module]
-Make: TypeAlias = Callable[[], nn.Module]
-
-
-class Mlp(nn.Module):
-    """Perceptron of (B, N, dim), with what a test puts between."""
-
-    def __init__(self, dim: int, *between: nn.Module, out: int | None = None) -> None:
-        super().__init__()
-        self.norm, self.fc1 = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim)
-        self.between = nn.Sequential(nn.GELU(), *between)
-        self.fc2 = nn.Linear(2 * dim, out or dim)
-
-    def forward(self, x: Tensor, shift: Tensor | float = 0.0) -> Tensor:
-        y: Tensor = self.fc2(self.between(self.fc1(self.norm(x)) + shift))
-        return y
+NORMS = pytest.mark.parametrize("norm", [foreign, own])
 
 
 class Constant(nn.Module):
@@ -49,100 +47,6 @@ class Constant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ones_like(x)
-
-
-def mlps(*between: Make) -> Pair:
-    return Mlp(8, *(make() for make in between)), Mlp(8, *(make() for make in between))
-
-
-dropout = partial(nn.Dropout, 0.4)
-# Batch norms of the 6 tokens, which stand where channels do.
-foreign = partial(nn.BatchNorm1d, 6)
-own = partial(SyncBatchNorm, 6, process_group=SingleProcess())
-NORMS = pytest.mark.parametrize("norm", [foreign, own])
-random = partial(mlps, dropout)
-
-
-def build(
-    mode: Mode,
-    pair: Callable[[], Pair] = mlps,
-    depth: int = 3,
-    dtype: torch.dtype = torch.float64,
-    **options: Any,
-) -> Any:
-    torch.manual_seed(0)
-    blocks = [pair() for _ in range(depth)]
-    return ReversibleSequence(blocks, mode=mode, **options).to(dtype)
-
-
-def inputs(dtype: torch.dtype = torch.float64, dim: int = 8, seed: int = 1) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(4, 6, dim, dtype=dtype, generator=generator).requires_grad_() for _ in range(2)
-    )
-
-
-def loss_of(y1: Tensor, y2: Tensor) -> Tensor:
-    return y1.square().mean() + y2.pow(3).mean() + (y1 * y2).mean()
-
-
-class Result(NamedTuple):
-    outputs: list[Tensor]
-    gradients: list[Tensor | None]
-    buffers: list[Tensor]
-    rng: Tensor
-
-
-def result(model: nn.Module, xs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Result:
-    return Result(
-        [y.detach() for y in outputs],
-        [t.grad for t in (*xs, *model.parameters())],
-        [buffer.clone() for buffer in model.buffers()],
-        torch.get_rng_state(),
-    )
-
-
-def step(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Outputs of a forward pass, whose backward pass is over."""
-    ys = model(*xs)
-    loss_of(*ys).backward()
-    return ys
-
-
-def train(model: Any, step: Callable[..., Sequence[Tensor]] = step, *, xs: Any = None) -> Result:
-    xs = inputs() if xs is None else xs
-    torch.manual_seed(2)
-    return result(model, xs, step(model, xs))
-
-
-def error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """The error of the gradients' global norm; which of them are None must be equal."""
-    assert [g is None for g in found] == [g is None for g in expected]
-    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None]
-    flat, true = (torch.cat([g.double().flatten() for g in gs]) for gs in zip(*pairs, strict=True))
-    return float((flat - true).norm() / true.norm())
-
-
-def expect_equal(found: Result, expected: Result, tolerance: float = 1e-13) -> None:
-    assert all(map(torch.equal, found.outputs, expected.outputs))
-    assert all(map(torch.equal, found.buffers, expected.buffers))
-    assert torch.equal(found.rng, expected.rng)
-    assert error(found.gradients, expected.gradients) < tolerance
-
-
-def expect_stored_run(
-    step: Callable[..., Sequence[Tensor]] = step,
-    *,
-    dtype: torch.dtype = torch.float64,
-    tolerance: float = 1e-13,
-    **options: Any,
-) -> Result:
-    """Expects that the reversible run equals the stored one, and returns the latter."""
-    stored, found = (
-        train(build(mode, dtype=dtype, **options), step, xs=inputs(dtype)) for mode in MODES
-    )
-    expect_equal(found, stored, tolerance)
-    return stored
 
 
 # Against the stored run
@@ -486,206 +390,3 @@ def test_a_buffer_that_was_modified_is_an_error() -> None:
     model(*inputs())
     with pytest.raises(RuntimeError, match=r"` of G of block 2 was modified"):
         loss.backward()
-
-
-# Options
-
-
-def test_without_gradients_nothing_is_kept() -> None:
-    model, xs = build("reversible"), inputs()
-    expected = model(*xs)
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            assert all(map(torch.equal, model(*xs), expected))
-
-
-@pytest.mark.parametrize(
-    "dtype, wide", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
-)
-def test_wider_streams_give_the_numbers_of_the_stored_run(
-    dtype: torch.dtype, wide: torch.dtype
-) -> None:
-    """The recomputation then sees the numbers of the first pass, and what is left is rounding."""
-    results = []
-    for mode, stream_dtype in [("stored", wide), ("reversible", wide), ("reversible", None)]:
-        model = build(mode, depth=12, dtype=dtype, stream_dtype=stream_dtype)  # type: ignore[arg-type]
-        xs = inputs(dtype)
-        ys = model(*xs)
-        assert ys[0].dtype == dtype
-        loss_of(*ys).backward()
-        results.append(result(model, xs, ys))
-    stored, wider, narrow = results
-    assert all(map(torch.equal, wider.outputs, stored.outputs))
-    assert all(map(torch.equal, wider.gradients, stored.gradients))  # type: ignore[arg-type]
-    assert error(narrow.gradients, stored.gradients) > 0
-
-
-def test_the_inverse_returns_the_inputs() -> None:
-    """Also with batch norms and conditions, unequal streams, and with a gradient."""
-    model = build("auto", lambda: mlps(own), drop_path=0.3).eval().requires_grad_(False)
-    xs = [x.detach() for x in inputs()]
-    shift = torch.randn(1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    assert error(model.inverse(*model(*xs, shift), shift), xs) < 1e-13
-    assert error(model.inverse(*model(*xs, shift), shift + 1), xs) > 1e-3
-    jacobian = torch.autograd.functional.jacobian(model.inverse, model(*xs))
-    forward = torch.autograd.functional.jacobian(model, tuple(xs))
-    blocks = [
-        torch.cat([torch.cat([b.reshape(xs[0].numel(), -1) for b in row], 1) for row in of])
-        for of in (jacobian, forward)
-    ]
-    torch.testing.assert_close(
-        blocks[0] @ blocks[1], torch.eye(len(blocks[0]), dtype=torch.float64), rtol=0, atol=1e-12
-    )
-
-
-def test_the_inverse_of_a_pass_that_drops_samples_is_refused() -> None:
-    model = build("auto", drop_path=0.3)
-    with pytest.raises(RuntimeError, match=r"`inverse` needs `drop_path=0` in training: G of bloc"):
-        model.inverse(*inputs())
-
-
-def test_copies_and_pickles_work_after_a_forward_pass() -> None:
-    model = build("reversible", drop_path=0.1)
-    model(*inputs())
-    expected = train(copy.deepcopy(model))
-    expect_equal(train(pickle.loads(pickle.dumps(model))), expected, tolerance=1e-15)
-    assert {name.rpartition(".F.")[0] for name in model.state_dict() if ".F." in name} == {
-        f"layers.{i}" for i in range(3)
-    }
-
-
-def test_options_that_do_not_fit_are_refused() -> None:
-    blocks = [mlps()]
-    x = torch.zeros(2, 3, 8)
-    with pytest.raises(ValueError, match="`drop_path` must have a probability for each of the 1 b"):
-        ReversibleSequence(blocks, drop_path=[0.1, 0.1])
-    with pytest.raises(
-        TypeError, match="`stream_dtype` must be a floating-point dtype, or None: g"
-    ):
-        ReversibleSequence(blocks, stream_dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"must be floating-point tensors: got torch.int64, torch"):
-        ReversibleSequence(blocks)(x.long(), x.long())
-    with pytest.raises(ValueError, match=r"F of block 0 must return the shape of stream 1, \(2, 3"):
-        ReversibleSequence([(nn.Linear(8, 4), Mlp(8))])(x, x)
-    with pytest.raises(TypeError, match=r"must be floating-point tensors: got torch.float32, list"):
-        ReversibleSequence(blocks)(x, [x])
-
-
-class Wrong(nn.Module):
-    """A module that returns what a function makes of its input."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
-@pytest.mark.parametrize("mode", ["reversible", "stored"])
-@pytest.mark.parametrize(
-    "function, got",
-    [
-        *((lambda x: (x, x), "tuple"), (lambda x: None, "NoneType"), (lambda x: 1.0, "float")),
-        *((lambda x: x.detach().numpy(), "ndarray"), (lambda x: x > 0, "torch.bool")),
-    ],
-)
-def test_a_module_that_returns_no_tensor_is_refused(mode: Any, function: Any, got: str) -> None:
-    message = f"G of block 1 must return a floating-point tensor, .* stream 2 adds: got {got}"
-    model = ReversibleSequence([mlps(), (Mlp(8), Wrong(function))], mode=mode)
-    with pytest.raises(TypeError, match=message):
-        model(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))
-
-
-# Tools that look at operations
-
-
-def summed(model: Any) -> Tensor:
-    y1, y2 = model(*(x.detach() for x in inputs()))
-    return (y1 * y2).sum()
-
-
-def is_recomputed(model: Any) -> bool:
-    """Whether autograd keeps two streams only."""
-    xs = inputs()
-    with count_saved(model.parameters()) as saved:
-        kept_alive = model(*xs)
-    del kept_alive
-    return sum(saved.values()) == 2 * xs[0].nbytes
-
-
-@pytest.mark.parametrize(
-    "mode, training, evaluation",
-    [("auto", True, False), ("reversible", True, True), ("stored", False, False)],
-)
-def test_mode_and_training_say_what_is_recomputed(
-    mode: Mode, training: bool, evaluation: bool
-) -> None:
-    model = build(mode)
-    assert is_recomputed(model) == training
-    model.eval()
-    assert is_recomputed(model) == evaluation
-    model.layers[1]["G"].train()  # one module suffices
-    assert is_recomputed(model) == training
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("mode", ["auto", *MODES])
-def test_traces_hold_plain_operations(mode: Mode, training: bool) -> None:
-    """A trace and an exported program can be trained: parameters get the model's gradients."""
-    model = build(mode).train(training)
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(summed(model), parameters)
-    traced: list[Any] = [torch.jit.trace(model, tuple(inputs()))]
-    traced.append(torch.export.export(model, tuple(inputs())).module())
-    for trace in traced:
-        own = dict(trace.named_parameters())
-        found = torch.autograd.grad(summed(trace), [own[n] for n, _ in model.named_parameters()])
-        for g, e in zip(found, expected, strict=True):
-            torch.testing.assert_close(g, e)
-
-
-@pytest.fixture
-def compiler() -> Iterator[Callable[..., Any]]:
-    """torch.compile without a compiler behind the graph, which says so if Dynamo skips a model."""
-    torch.compiler.reset()
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    yield lambda model, **options: torch.compile(model, backend=backend, **options)
-    assert graphs
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("mode, training", [("auto", False), ("stored", False), ("stored", True)])
-def test_blocks_without_recomputation_compile_to_one_graph(
-    mode: Mode, training: bool, compiler: Callable[..., Any]
-) -> None:
-    model = build(mode).train(training)
-    compiled = summed(compiler(model, fullgraph=True))
-    assert torch.equal(compiled, summed(model))
-    found, expected = (
-        torch.autograd.grad(y, model.parameters()) for y in (compiled, summed(model))
-    )
-    assert all(map(torch.equal, found, expected))
-
-
-def test_recomputation_stays_outside_of_compiled_graphs(compiler: Callable[..., Any]) -> None:
-    model = build("auto")
-    compiled = compiler(model)
-    found, expected = (
-        torch.autograd.grad(summed(m), model.parameters()) for m in (compiled, model)
-    )
-    assert all(map(torch.equal, found, expected))
-    assert is_recomputed(compiled)
-
-
-def test_recomputation_in_one_graph_names_the_cure(compiler: Callable[..., Any]) -> None:
-    assert summed(compiler(build("stored"), fullgraph=True)).isfinite()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'part of .* set `mode="stored"`'):
-        summed(compiler(build("auto"), fullgraph=True))

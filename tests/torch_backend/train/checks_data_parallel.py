@@ -63,7 +63,10 @@ def _broadcast(ddp: Any) -> set[str]:
 
 
 def check_equal_statistics_leave_the_broadcast(world: Communicator) -> None:
-    """They leave after a forward pass; at once, if the model is converted in the wrapper."""
+    """They leave after a forward pass; at once, if the model is converted in the wrapper.
+
+    One rank may evaluate then: no broadcast is left for which the others would have to be there.
+    """
     ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
     assert len(_broadcast(ddp)) == 6
     _train(ddp, world, 1)
@@ -71,6 +74,10 @@ def check_equal_statistics_leave_the_broadcast(world: Communicator) -> None:
     ddp = convert_sync_batchnorm(DistributedDataParallel(_Net()))
     assert not _broadcast(ddp)
     _train(ddp, world, 4)
+    if world.rank == 0:
+        with torch.no_grad():
+            ddp.eval()(torch.ones(1, 3, 4, 4))
+    _train(ddp.train(), world)
     expect_in_sync(ddp)
 
 
@@ -121,17 +128,6 @@ def check_torchs_own_join_is_refused(world: Communicator) -> None:
         with pytest.raises(RuntimeError, match=message), model.join(**options):
             _train(model, world, num_steps=3 - world.rank)
         assert float(world.allreduce(torch.ones(()))) == world.size
-
-
-def check_one_rank_may_evaluate(world: Communicator) -> None:
-    """No broadcast is left for which the others would have to be there."""
-    ddp = _train(DistributedDataParallel(convert_sync_batchnorm(_Net())), world)
-    if world.rank == 0:
-        with torch.no_grad():
-            ddp.eval()(torch.ones(1, 3, 4, 4))
-    ddp.train()
-    _train(ddp, world)
-    expect_in_sync(ddp)
 
 
 def check_with_plain_layers_one_rank_that_evaluates_times_out(world: Communicator) -> None:

@@ -107,6 +107,9 @@ def check_arrays_of_any_kind_are_compared_or_named(world: Communicator) -> None:
     for right in (turned, turned.imag, *others, eye[:0]):
         model.register_buffer("b", right)
         expect_in_sync(model, world)
+    model.register_buffer("b", (world.rank * eye).to_sparse())
+    with pytest.raises(RuntimeError, match=r"1 of 1 arrays .* b by up to 1 on rank 1"):
+        expect_in_sync(model, world)
     of_others = pytest.raises(RuntimeError, match=r"cannot be compared on rank\(s\) \[1\] of 3\. S")
     for wrong in (torch.ones(2, device="meta"), torch.ones((), device="meta")):
         model.register_buffer("b", wrong if world.rank == 1 else eye)
@@ -179,7 +182,7 @@ def check_breaking_off_on_one_rank_is_an_error_on_all(world: Communicator) -> No
 
 
 def check_a_group_given_to_all_layers_is_that_of_the_functions(world: Communicator) -> None:
-    """Ranks with models of their own, then ranks 1 and 2 together, then all."""
+    """Ranks with models of their own, then ranks 1 and 2 together, then all, as README does."""
     pair = world.split(world.rank == 0)
     x = torch.full((2, 1), float(world.rank))
     for group in (SingleProcess(), Group(SingleProcess(), "machine"), pair, world):
@@ -188,6 +191,9 @@ def check_a_group_given_to_all_layers_is_that_of_the_functions(world: Communicat
         norm, ranks = model[0], [[world.rank], [1, 2], [0, 1, 2]][group.size - 1]
         mean = sum(ranks) / len(ranks)
         norm.running_mean.fill_(world.rank)
+        if group is world:
+            with pytest.raises(RuntimeError, match=r"1 of 5 .* 0\.running_mean by up to 1 on rank"):
+                expect_in_sync(model)
         sync_running_stats(model, how="pool")
         assert norm.running_mean.item() == mean
         update_bn_stats(model, [x], progress=False)
@@ -219,34 +225,14 @@ def check_ghost_norms_are_layers_of_a_model_that_all_ranks_train(world: Communic
     assert join(SubBatchNorm1d(2, 1, process_group=SingleProcess())).communicator.size == 1
 
 
-def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
-    """README calls them without a communicator, on torch.distributed and on MPI."""
-    norm = nn.BatchNorm1d(1, momentum=1.0, dtype=torch.float64)
-    model = convert_sync_batchnorm(nn.Sequential(norm), world)
-    layer: Any = model[0]
-    mean = (world.size - 1) / 2
-    x = torch.full((2, 1), float(world.rank), dtype=torch.float64)
-    layer.running_mean.fill_(world.rank)
-    with pytest.raises(RuntimeError, match=r"1 of 5 .* 0\.running_mean by up to 1 on rank 1"):
-        expect_in_sync(model)
-    sync_running_stats(model)
-    assert float(layer.running_mean) == 0
-    update_bn_stats(model.train(), [x], progress=False)
-    assert float(layer.running_mean) == mean
-    expect_in_sync(model)
-    layer.weight.grad = torch.full((1,), float(world.rank), dtype=torch.float64)
-    average_gradients(model)
-    assert layer.weight.grad.tolist() == [mean]
-    layer.weight.grad = torch.full((1,), float(world.rank), dtype=torch.float64)
-    average_gradients(layer.weight, world)
-    assert layer.weight.grad.tolist() == [mean]
-    used_up = iter([layer.weight])
-    average_gradients(used_up, world)
+def check_gradients_of_a_parameter_or_an_iterator_may_be_sparse(world: Communicator) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    for given in (weight, used_up := iter([weight])):
+        weight.grad = torch.full((1,), float(world.rank)).to_sparse()
+        average_gradients(given, world)
+        assert weight.grad.tolist() == [(world.size - 1) / 2]
     with pytest.raises(ValueError, match="`parameters` must have a parameter left: got an exh"):
         average_gradients(used_up, world)
-    layer.weight.grad = layer.weight.grad.to_sparse()
-    average_gradients(model)
-    assert layer.weight.grad.tolist() == [mean]
 
 
 def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:

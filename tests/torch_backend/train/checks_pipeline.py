@@ -16,7 +16,7 @@ from multibn.communicators.exit import watched_channels
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import convert_sync_batchnorm
 from tests.harness.runs import on
-from tests.helpers.launch import ROOT
+from tests.helpers.pages import programs
 
 RUNS = on("torchrun", 4, needs="torch")
 
@@ -32,30 +32,18 @@ def _network() -> Any:
     ).double()  # fmt: skip
 
 
-def _guide() -> Any:
-    """The function `train` of the guide."""
-    text = (ROOT / "docs/guides/gradient-accumulation.md").read_text()
-    (code,) = re.findall(r"```python\n# pipeline\.py\n(.*?)```", text, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    return names["train"]
-
-
 def _batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(18, 6, generator=generator).double(),
-            torch.randn(18, 8, generator=generator).double(),
-        )
-        for _ in range(steps)
-    ]
+    x, target = (torch.randn(steps, 18, n, generator=generator).double() for n in (6, 8))
+    return list(zip(x, target, strict=True))
 
 
 def check_the_guide_trains_like_one_process(world: Communicator) -> None:
     whole, batches = _network(), _batches(3)
     alone = copy.deepcopy(whole)
-    model = _guide()(whole, batches, NUM_MICRO_BATCHES, F.mse_loss)
+    guide: dict[str, Any] = {}
+    exec(programs("docs/guides/gradient-accumulation.md")["pipeline.py"], guide)
+    model = guide["train"](whole, batches, NUM_MICRO_BATCHES, F.mse_loss)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     norms = [alone[1], alone[4]]
     inputs: dict[Any, list[Tensor]] = {}

@@ -1,0 +1,18 @@
+"""A step, whose results tests of this room compare."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def step(run: Any, x: Tensor, dy: Tensor, parameters: Iterable[Tensor] | None = None) -> list[Any]:
+    """The output, and the gradients of the input and of parameters, by default all of `run`.
+
+    The input has the strides of `x`. A gradient is None where the output does not depend on it.
+    """
+    parameters = run.parameters() if parameters is None else parameters
+    inputs = [x.detach().requires_grad_(), *parameters]
+    y = run(inputs[0])
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy, allow_unused=True)]
