@@ -264,7 +264,7 @@ class BatchNormalization(_CollectiveNode):
         scales = [invstd := (meansqr - mean * mean + eps) ** -0.5]
         if gamma is not None:
             scales += _MeanGradient("gradient", *message).apply((F.cast(gamma, np.float64),))
-        xhat = masked((d - per_channel(mean)) * per_channel(invstd), args.mask)
+        xhat = (d - per_channel(mean)) * per_channel(invstd)
         dy = F.cast(dy, np.float64)
         sum_dy, sum_dy_xhat = sums(F.sum(dy, axis), F.sum(dy * xhat, axis))
         dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), args.mask)

@@ -65,28 +65,6 @@ def test_masks_go_with_other_axes() -> None:
     assert relative_error(np.moveaxis(y, -1, 1), expected) < 1e-11
 
 
-def test_masked_elements_take_no_part_in_second_order() -> None:
-    """Two ranks give what the elements that count give in one process."""
-
-    def derivatives(communicator: Any, x: Any, **options: Any) -> list[Any]:
-        v = chainer.Variable(x)
-        y = link_of(communicator)(v, **options)
-        (g,) = chainer.grad([F.sum(y * y * y)], [v], enable_double_backprop=True)
-        (second,) = chainer.grad([F.sum(g * g * g)], [v])
-        return [g.array, second.array]
-
-    def masked(communicator: ThreadCommunicator) -> list[Any]:
-        x, _, mask = batch(communicator.rank)
-        got = derivatives(communicator, x, mask=mask)
-        assert not np.moveaxis(got[1], 1, -1)[~mask].any()
-        return [chosen(v, mask) for v in got]
-
-    got = map(np.concatenate, zip(*run_ranks(2, masked), strict=True))
-    whole = np.concatenate([chosen(x, mask) for x, _, mask in map(batch, (0, 1))])
-    for mine, expected in zip(got, derivatives(SingleProcess(), whole), strict=True):
-        assert relative_error(mine, expected) < 1e-9
-
-
 class Model(chainer.Chain):
     def __init__(self, communicator: Any) -> None:
         super().__init__()
