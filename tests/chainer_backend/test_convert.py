@@ -12,9 +12,7 @@ from multibn import SingleProcess
 from multibn.chainer_backend import (
     FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
-    check_sync,
     create_mnbn_model,
-    step_statistics,
 )
 
 LOCAL = SingleProcess()
@@ -182,18 +180,6 @@ def test_a_model_without_batch_norms_is_only_copied() -> None:
     assert converted.W is not link.W
     with pytest.raises(TypeError, match="a communicator must be None"):
         create_mnbn_model(link, "mpi")  # type: ignore[arg-type]
-
-
-def test_what_is_no_link_is_named_by_functions_of_models() -> None:
-    optimizer: Any = chainer.optimizers.SGD()
-    for function in (
-        check_sync,
-        lambda model: create_mnbn_model(model, LOCAL),
-        lambda model: step_statistics(model).__enter__(),
-        lambda model: FinetunePopulationStatistics([], model),
-    ):
-        with pytest.raises(TypeError, match=r"` must be a chainer\.Link: got SGD\. Pass the model"):
-            function(optimizer)
 
 
 def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:

@@ -52,6 +52,10 @@ CHOICE = Wrong(("nothing", 3, True, None))
 BOOL = Wrong(("no", 2, 0.5, None))
 INTS = Wrong(((0, 1, 1), (1.5, 1, 1), ("1", 1, 1), (True, 1, 1)))  # positive, one for each axis
 ANYTHING = Wrong(())
+_OPTIMIZER = torch.optim.SGD(nn.Linear(1, 1).parameters())
+MODEL = Wrong(
+    (_OPTIMIZER,), r"` must be a (torch\.nn\.Module|chainer\.Link): got SGD\. (Pass t|The o)"
+)
 GROUP = Wrong((0, -1, 2.5, "nothing", True, [0, 0]), "a communicator must|a group must|a list of")
 
 _RULES = {
@@ -86,8 +90,10 @@ _RULES = {
     "dim_mul head_mul": Wrong((((1, 0),), ((1, nan),), ((1, "2"),), ((-1, 2),), ((1.0, 2),))),
     "drop_path": Wrong(((0.1, 1.0), (0.1, -0.5), (0.1, nan), (0.1, "0.1"), (0.1, True), (0.1,))),
     "buffer_layers": Wrong(((-1,), ("1",), (0.5,), (True,))),
-    # No numbers, no choices: models, arrays, functions, names, and what torch or Chainer refuses.
-    "model module link target parameters blocks config others group comm_type": ANYTHING,
+    "model module link target": MODEL,
+    "parameters": Wrong((_OPTIMIZER,), "`parameters` must be tensors: got SGD. Pass the model"),
+    # No numbers, no choices: arrays, functions, names, and what torch or Chainer refuses.
+    "blocks config others group comm_type": ANYTHING,
     "x weight bias mask lengths arrays state states data_loader iterator": ANYTHING,
     "device dtype stream_dtype initial_gamma initial_beta": ANYTHING,
     "args torch_options forward_fn empty converter eval_func ignore names prefix src dst": ANYTHING,
@@ -95,7 +101,10 @@ _RULES = {
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 EXEMPT = {
-    "communicators.transports.mpi.MPI(comm=)"  # looking at it initialises MPI
+    "communicators.transports.mpi.MPI(comm=)",  # looking at it initialises MPI
+    "checkpoint.translate.convert(target=)",  # the name of a framework
+    "torch_backend.integrations.lightning.MultiBNLayerSync(module=)",  # of a conversion, later
+    "torch_backend.reversible.mvit.model.ReversibleMViT(model=)",  # by the original's signature
 }
 # What takes the arguments that a callable hands on by `**` and this name.
 HANDED_ON = {
@@ -111,36 +120,42 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
 
+def _with(function: Call, **makers: Callable[[], Any]) -> Call:
+    """The function, with arguments that are made anew for each call."""
+    return lambda **given: function(**{name: make() for name, make in makers.items()} | given)
+
+
 def _torch() -> dict[Call, Call]:
     from multibn import torch_backend as tb
     from multibn.torch_backend.layer.base import SyncNormBase
 
     x = torch.randn(4, 3)
 
-    def convert_sub(num_splits: Any = 2, **options: Any) -> None:
-        tb.convert_sub_batchnorm(_model(), num_splits, **options)
-
-    def update(**options: Any) -> None:
-        tb.update_bn_stats(_model(), [x], **{"num_iters": 1, "progress": False, **options})
+    def converted() -> Any:
+        return tb.convert_sync_batchnorm(_model())
 
     kinds = [v for v in vars(tb).values() if isinstance(v, type)]
     layers = [v for v in kinds if issubclass(v, SyncNormBase)]
     sub = [v for v in layers if "num_splits" in inspect.signature(v).parameters]
-    of_models = (tb.average_gradients, tb.check_sync, tb.sync_running_stats, tb.join)
-    return {
+    found = {
         **{cls: partial(cls, num_features=3) for cls in layers},
         **{cls: partial(cls, num_splits=2, num_features=3) for cls in sub},
         tb.SyncGroupNorm: partial(tb.SyncGroupNorm, 1, 3),
-        tb.convert_sync_groupnorm: lambda **options: tb.convert_sync_groupnorm(
-            nn.Sequential(nn.GroupNorm(1, 3)), **options
-        ),
-        **{function: partial(function, _model()) for function in of_models},
-        tb.convert_sync_batchnorm: lambda **options: tb.convert_sync_batchnorm(_model(), **options),
-        tb.convert_sub_batchnorm: convert_sub,
+        tb.average_gradients: _with(tb.average_gradients, parameters=_model),
         tb.batch_moments: partial(tb.batch_moments, x),
         tb.sync_batch_norm: partial(tb.sync_batch_norm, x),
-        tb.update_bn_stats: update,
     }
+    of_models: dict[Call, dict[str, Callable[[], Any]]] = {
+        **{f: {"model": _model} for f in (tb.check_sync, tb.sync_running_stats, tb.join)},
+        tb.convert_sync_groupnorm: {"module": lambda: nn.Sequential(nn.GroupNorm(1, 3))},
+        tb.convert_sync_batchnorm: {"module": _model},
+        tb.convert_sub_batchnorm: {"module": _model, "num_splits": lambda: 2},
+        tb.revert_sync_batchnorm: {"module": converted},
+        tb.step_statistics: {"model": converted},
+    }
+    stats = {"model": _model, "data_loader": lambda: [x], "num_iters": lambda: 1, "progress": bool}
+    of_models[tb.update_bn_stats] = stats
+    return found | {function: _with(function, **makers) for function, makers in of_models.items()}
 
 
 def _trainers() -> dict[Call, Call]:
@@ -177,19 +192,22 @@ def _chainer() -> dict[Call, Call]:
     def model() -> Any:
         return chainer.Sequential(L.Linear(3, 3), L.BatchNormalization(3))
 
-    def finetuned(**options: Any) -> Any:
-        batches = chainer.iterators.SerialIterator(list(x), 2, repeat=False, shuffle=False)
-        return cb.FinetunePopulationStatistics(batches, model(), **options)
+    def batches() -> Any:
+        return chainer.iterators.SerialIterator(list(x), 2, repeat=False, shuffle=False)
+
+    def converted() -> Any:
+        return cb.create_mnbn_model(model(), None)
 
     return {
         cb.MultiNodeBatchNormalization: lambda size=3, comm=None, **options: (
             cb.MultiNodeBatchNormalization(size, comm, **options)
         ),
-        cb.create_mnbn_model: lambda comm=None, **options: cb.create_mnbn_model(
-            model(), comm, **options
+        cb.create_mnbn_model: partial(_with(cb.create_mnbn_model, link=model), comm=None),
+        cb.FinetunePopulationStatistics: _with(
+            cb.FinetunePopulationStatistics, iterator=batches, target=model
         ),
-        cb.FinetunePopulationStatistics: finetuned,
-        cb.check_sync: partial(cb.check_sync, model()),
+        cb.check_sync: _with(cb.check_sync, model=model),
+        cb.step_statistics: _with(cb.step_statistics, model=converted),
     }
 
 
@@ -337,22 +355,3 @@ def test_a_text_is_no_flag() -> None:
     one: Any = 1  # as torch's layers take it
     true: Any = np.True_
     assert torch_backend.SyncBatchNorm(3, affine=one, fuse_relu=true).weight is not None
-
-
-def test_what_is_no_module_is_named_by_functions_of_models() -> None:
-    optimizer: Any = torch.optim.SGD(_model().parameters())
-    for function in (
-        torch_backend.check_sync,
-        torch_backend.convert_sync_batchnorm,
-        torch_backend.convert_sync_groupnorm,
-        torch_backend.join,
-        torch_backend.revert_sync_batchnorm,
-        torch_backend.sync_running_stats,
-        lambda model: torch_backend.step_statistics(model).__enter__(),
-    ):
-        with pytest.raises(
-            TypeError, match=r"`mod.*` must be a torch\.nn\.Module: got SGD\. Pass t"
-        ):
-            function(optimizer)
-    with pytest.raises(TypeError, match=r"`parameters` must be tensors: got SGD\. Pass the model"):
-        torch_backend.average_gradients(optimizer)
