@@ -125,10 +125,9 @@ static void read_input(Call *call, PyObject *i)
     };
 }
 
-/* The kind of a pass whose sign is not that of `y`. */
-static int kind_of(Call *call, PyObject *i)
+static int has_relu(Call *call, PyObject *i)
 {
-    return !call->refused && PyObject_IsTrue(get_field(call, i, NormArgs_relu)) == 1 ? SIGN_OF_X : GRADIENT;
+    return !call->refused && PyObject_IsTrue(get_field(call, i, NormArgs_relu)) == 1;
 }
 
 /* `n` numbers of the statistics of a batch, which are in arrays of their own, or, packed, from one on in a row. */

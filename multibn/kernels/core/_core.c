@@ -58,7 +58,7 @@ static int begin_forward(Call *a, double *memory)
     p->sums = memory + 2 * C;
     for (int again = 0; again < 2; again++) { /* a second time, about the mean, if the first centre was far from it */
         centre(p, a->dtype, again, mean);
-        if (in_threads(p, NULL, 0))
+        if (in_threads(p, 0))
             return -1;
         if (!finish_moments(p->sums, mean, var, count, C))
             break;
@@ -85,7 +85,7 @@ static void read_gradient(Call *a, PyObject *tuple)
     read_input(a, i);
     a->pass.dy = take_like(a, get_field(a, tuple, Gradient_dy), &a->x.a, 0);
     a->pass.y = take_like(a, get_field(a, tuple, Gradient_y), &a->x.a, OPTIONAL);
-    a->pass.kind = a->pass.y ? SIGN_OF_Y : kind_of(a, i);
+    a->pass.kind = a->pass.y ? SIGN_OF_Y : has_relu(a, i) ? SIGN_OF_X : GRADIENT;
     read_statistics(a, i, batch, 0);
 }
 
@@ -100,7 +100,7 @@ static int begin_backward(Call *a, double *memory)
     p->sums = memory + 2 * C;
     if (p->kind == SIGN_OF_X)
         output_coefficients(s, C, memory, memory + C);
-    if (in_threads(p, NULL, 0))
+    if (in_threads(p, 0))
         return -1;
     for (int64_t c = 0; c < C; c++) {
         a->message[c] = p->sums[c];
@@ -132,14 +132,14 @@ static int normalize(Call *a, double *memory)
     output_coefficients(&a->statistics, p->C, memory, memory + p->C);
     if (a->coefficients.at)
         return write_coefficients(p, a->coefficients.at);
-    return in_threads(p, p->loops->normalize, 3);
+    return in_threads(p, 3);
 }
 
 static void read_pass(Call *a, PyObject *const *args, int written)
 {
     read_input(a, args[0]);
     a->pass.y = take_like(a, get_field(a, args[0], NormArgs_residual), &a->x.a, OPTIONAL);
-    a->pass.kind = kind_of(a, args[0]);
+    a->pass.kind = has_relu(a, args[0]) ? OUTPUT_OF_RELU : OUTPUT;
     read_statistics(a, args[0], args[1], written);
     take_output(a, args[2], args[3], 3);
 }
@@ -209,7 +209,7 @@ static int finish_backward(Call *a, double *memory)
     p->y_shift = y_shift;
     if (a->coefficients.at)
         return write_coefficients(p, a->coefficients.at);
-    return in_threads(p, p->loops->input_gradient, p->kind == SIGN_OF_X ? 5 : 4);
+    return in_threads(p, p->kind == SIGN_OF_X ? 5 : 4);
 }
 
 /* A Gradient, the sum of all messages, dx, whether coefficients take its place, the gradient of the residual or None. */

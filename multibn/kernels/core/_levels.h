@@ -18,9 +18,9 @@ _Static_assert(sizeof(void *) == 8, "addresses and sizes are 64-bit numbers here
 #define FEW 8          /* values whose mean is the first centre */
 #define DISTANT 4      /* standard deviations from centre to mean that make a second pass worthwhile */
 
-/* Of a gradient: sums of x - mean; of dy; of dy where the output of ReLU, made again from x, or
-read, is positive. */
-enum { MOMENTS, GRADIENT, SIGN_OF_X, SIGN_OF_Y };
+/* Of sums, those of x - mean. Of sums and of the gradient of x: dy; dy where the output of ReLU, made again from x, or
+read, is positive. And of the output. */
+enum { MOMENTS, GRADIENT, SIGN_OF_X, SIGN_OF_Y, OUTPUT, OUTPUT_OF_RELU };
 
 /* How a loop is masked: by a byte for each element, or for each row. */
 enum { BY_ELEMENT = 1, BY_ROW };
@@ -40,8 +40,7 @@ typedef struct {
     void (*sums)(const Rows *);
     void (*column_sums)(const Rows *);
     void (*widen_sums)(void *, int64_t, double *);
-    void (*normalize)(const Rows *);
-    void (*input_gradient)(const Rows *);
+    void (*write)(const Rows *);
     size_t size; /* of an element of the arithmetic */
     void (*widen)(const uint16_t *, int64_t, float *); /* of 16-bit activations; NULL for others */
     void (*narrow)(const float *, int64_t, uint16_t *);

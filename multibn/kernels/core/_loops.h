@@ -34,8 +34,7 @@ CONVERSION(bfloat16)
 #undef CONVERSION
 
 #define LOOPS(A) \
-    PASTE(sums, A, LEVEL), PASTE(column_sums, A, LEVEL), PASTE(widen_sums, A, LEVEL), PASTE(normalize, A, LEVEL), \
-        PASTE(input_gradient, A, LEVEL), sizeof(A)
+    PASTE(sums, A, LEVEL), PASTE(column_sums, A, LEVEL), PASTE(widen_sums, A, LEVEL), PASTE(write, A, LEVEL), sizeof(A)
 static const Loops PASTE(loops, of, LEVEL)[] = {
     {LOOPS(float), NULL, NULL, 0},
     {LOOPS(double), NULL, NULL, 0},
@@ -242,111 +241,93 @@ INLINE TARGET void NAME(store)(A *p, NAME(vector) v, const int streams)
     *(NAME(vector) *)p = v;
 }
 
-/* CODE for LANES elements at a time, of long planes, whose coefficients stay in registers, or of adjacent rows of the
+/* The output, or the gradient of x; with `more`, after an addition, or with the gradient before ReLU.
+
+LANES elements at a time, of long planes, whose coefficients stay in registers, or of adjacent rows of the
 columns of a tile. If `out` is to leave past the caches, the second vector begins with one of its cache lines. A vector
 at the end of a plane or row goes on in the next one: with the coefficients of both planes, or with those of the first
 columns, which stand again after the last ones. The last vector, and with a mask the last one of each plane, overlaps
 the one before, and writes the same there. Between two vectors of a long plane, the only question is whether the plane
 has ended: more questions take longer than the arithmetic. */
-#define EACH(CODE)                                                                                    \
-    const int64_t n = columns ? r.planes : r.S, planes = columns ? r.rows : r.planes;                 \
-    int64_t step = streams && n > LANES ? LANES - (uintptr_t)r.out % VECTOR / sizeof(A) : LANES;      \
-    for (int64_t c = 0, i = 0, end = n; c < planes; c++, end += n) {                                  \
-        const NAME(mask) whole = (NAME(vector)){0} + (A)(masked == BY_ROW && r.mask[c]) > 0;          \
-        NAME(vector) k[5] = {{0}};                                                                    \
-        for (int j = 0; j < 5 && !columns; j++)                                                       \
-            if (r.k[j])                                                                               \
-                k[j] += ((const A *)r.k[j])[c];                                                       \
-        while (i < end) {                                                                             \
-            if (i + LANES > end && (masked || c + 1 == planes))                                       \
-                i = end - LANES;                                                                      \
-            else if (i + LANES > end && !columns) {                                                   \
-                const NAME(mask) own = NAME(load_mask)(ONES_AND_ZEROS + MOST_LANES - (end - i));      \
-                for (int j = 0; j < 5; j++)                                                           \
-                    if (r.k[j])                                                                       \
-                        k[j] = NAME(join)(own, k[j], (NAME(vector)){0} + ((const A *)r.k[j])[c + 1]); \
-            }                                                                                         \
-            do {                                                                                      \
-                const int64_t m = i + n - end;                                                        \
-                CODE                                                                                  \
-                i += step;                                                                            \
-                step = LANES;                                                                         \
-            } while (!columns && i + LANES <= end);                                                   \
-        }                                                                                             \
-    }
+INLINE TARGET void NAME(write_of)(const Rows r, const int kind, const int more, const int masked, const int columns,
+                                  const int streams)
+{
+    typedef NAME(vector) V;
+    const A *x = r.x, *dy = r.dy, *y = r.y;
+    const int64_t n = columns ? r.planes : r.S, planes = columns ? r.rows : r.planes;
+    int64_t step = streams && n > LANES ? LANES - (uintptr_t)r.out % VECTOR / sizeof(A) : LANES;
 #define K(j) (columns ? NAME(load)((const A *)r.k[j] + m) : k[j])
 #define MASKED(v) NAME(masked)(v, r.mask + m, whole, masked)
-
-INLINE TARGET void NAME(normalize_of)(const Rows r, const int adds, const int relu, const int masked, const int columns,
-                               const int streams)
-{
-    const A *x = r.x, *residual = r.y;
-    A *y = r.out;
-#define CODE                                                   \
-    ask_ahead(x + i, VECTOR, streams);                         \
-    NAME(vector) v = (NAME(load)(x + i) - K(0)) * K(1) + K(2); \
-    if (adds) {                                                \
-        ask_ahead(residual + i, VECTOR, streams);              \
-        v += NAME(load)(residual + i);                         \
-    }                                                          \
-    if (relu)                                                  \
-        v = NAME(select)(~(v < 0), v); /* NaN stays */         \
-    NAME(store)(y + i, MASKED(v), streams);
-    EACH(CODE)
-#undef CODE
-}
-
-INLINE TARGET void NAME(input_gradient_of)(const Rows r, const int kind, const int writes, const int masked,
-                                    const int columns, const int streams)
-{
-    const A *x = r.x, *dy = r.dy, *y = r.y;
-    A *dx = r.out, *dresidual = r.more;
-#define CODE                                                                          \
-    ask_ahead(x + i, VECTOR, streams);                                                \
-    ask_ahead(dy + i, VECTOR, streams);                                               \
-    if (kind == SIGN_OF_Y)                                                            \
-        ask_ahead(y + i, VECTOR, streams);                                            \
-    const NAME(vector) d = NAME(load)(x + i) - K(0), g = G(d, i, K(3), K(4));         \
-    NAME(store)(dx + i, MASKED(d * K(1) + (g * K(3) + K(2))), streams);               \
-    if (writes)                                                                       \
-        NAME(store)(dresidual + i, MASKED(g), streams);
-    EACH(CODE)
-#undef CODE
-}
-
-#undef EACH
+    for (int64_t c = 0, i = 0, end = n; c < planes; c++, end += n) {
+        const NAME(mask) whole = (V){0} + (A)(masked == BY_ROW && r.mask[c]) > 0;
+        V k[5] = {{0}};
+        for (int j = 0; j < 5 && !columns; j++)
+            if (r.k[j])
+                k[j] += ((const A *)r.k[j])[c];
+        while (i < end) {
+            if (i + LANES > end && (masked || c + 1 == planes))
+                i = end - LANES;
+            else if (i + LANES > end && !columns) {
+                const NAME(mask) own = NAME(load_mask)(ONES_AND_ZEROS + MOST_LANES - (end - i));
+                for (int j = 0; j < 5; j++)
+                    if (r.k[j])
+                        k[j] = NAME(join)(own, k[j], (V){0} + ((const A *)r.k[j])[c + 1]);
+            }
+            do {
+                const int64_t m = i + n - end;
+                ask_ahead(x + i, VECTOR, streams);
+                if (kind < OUTPUT)
+                    ask_ahead(dy + i, VECTOR, streams);
+                if (kind == SIGN_OF_Y || (kind >= OUTPUT && more))
+                    ask_ahead(y + i, VECTOR, streams);
+                const V d = NAME(load)(x + i) - K(0);
+                V v = d * K(1);
+                if (kind < OUTPUT) {
+                    const V g = G(d, i, K(3), K(4));
+                    v += g * K(3) + K(2);
+                    if (more)
+                        NAME(store)((A *)r.more + i, MASKED(g), streams);
+                } else {
+                    v += K(2);
+                    if (more)
+                        v += NAME(load)(y + i);
+                    if (kind == OUTPUT_OF_RELU)
+                        v = NAME(select)(~(v < 0), v); /* NaN stays */
+                }
+                NAME(store)((A *)r.out + i, MASKED(v), streams);
+                i += step;
+                step = LANES;
+            } while (!columns && i + LANES <= end);
+        }
+    }
 #undef K
 #undef MASKED
-#undef G
-
-#define MASKS(f, streams, ...)                                                                      \
-    r->S == 1 ? !r->mask    ? NAME(f)(*r, __VA_ARGS__, 0, 1, streams)                               \
-                : r->by_row ? NAME(f)(*r, __VA_ARGS__, BY_ROW, 1, streams)                          \
-                            : NAME(f)(*r, __VA_ARGS__, BY_ELEMENT, 1, streams)                      \
-    : r->mask ? NAME(f)(*r, __VA_ARGS__, BY_ELEMENT, 0, streams)                                    \
-              : NAME(f)(*r, __VA_ARGS__, 0, 0, streams)
-#define CODE(f, ...) (r->streams ? (MASKS(f, 1, __VA_ARGS__)) : (MASKS(f, 0, __VA_ARGS__)))
-
-static TARGET void NAME(normalize)(const Rows *r)
-{
-    if (r->S == 1 && r->planes < LANES)
-        PASTE(normalize, A, columns)(r);
-    else if (r->y)
-        r->kind == GRADIENT ? CODE(normalize_of, 1, 0) : CODE(normalize_of, 1, 1);
-    else
-        r->kind == GRADIENT ? CODE(normalize_of, 0, 0) : CODE(normalize_of, 0, 1);
 }
 
-static TARGET void NAME(input_gradient)(const Rows *r)
+#undef G
+
+#define MASKS(streams, ...)                                                                                        \
+    r->S == 1 ? !r->mask    ? NAME(write_of)(*r, __VA_ARGS__, 0, 1, streams)                                       \
+                : r->by_row ? NAME(write_of)(*r, __VA_ARGS__, BY_ROW, 1, streams)                                  \
+                            : NAME(write_of)(*r, __VA_ARGS__, BY_ELEMENT, 1, streams)                              \
+    : r->mask ? NAME(write_of)(*r, __VA_ARGS__, BY_ELEMENT, 0, streams)                                            \
+              : NAME(write_of)(*r, __VA_ARGS__, 0, 0, streams)
+#define CODE(...) (r->streams ? (MASKS(1, __VA_ARGS__)) : (MASKS(0, __VA_ARGS__)))
+
+static TARGET void NAME(write)(const Rows *r)
 {
     if (r->S == 1 && r->planes < LANES)
-        PASTE(input_gradient, A, columns)(r);
+        PASTE(write, A, columns)(r);
     else if (r->kind == GRADIENT)
-        CODE(input_gradient_of, GRADIENT, 0);
+        CODE(GRADIENT, 0);
     else if (r->kind == SIGN_OF_X)
-        CODE(input_gradient_of, SIGN_OF_X, 0);
+        CODE(SIGN_OF_X, 0);
+    else if (r->kind == SIGN_OF_Y)
+        r->more ? CODE(SIGN_OF_Y, 1) : CODE(SIGN_OF_Y, 0);
+    else if (r->kind == OUTPUT)
+        r->y ? CODE(OUTPUT, 1) : CODE(OUTPUT, 0);
     else
-        r->more ? CODE(input_gradient_of, SIGN_OF_Y, 1) : CODE(input_gradient_of, SIGN_OF_Y, 0);
+        r->y ? CODE(OUTPUT_OF_RELU, 1) : CODE(OUTPUT_OF_RELU, 0);
 }
 
 #undef CODE

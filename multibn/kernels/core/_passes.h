@@ -215,7 +215,7 @@ static void run(const Pass *p, Work *w, const Rows *row, void (*loop)(const Rows
         }
 }
 
-static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
+static int elementwise(const Pass *p, int num)
 {
     const int64_t C = p->C, S = p->S;
     Work w = {0};
@@ -240,7 +240,7 @@ static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
                 const int64_t row = w.size ? samples * (b - a) * S : b - a;
                 r.rows = all_rows && row >= LONG && (!masked || r.by_row) ? (end - n) / samples : 1;
                 r.mask = r.by_row ? p->mask + n : masked ? mask_of(p, &w, n, samples, b - a) : NULL;
-                run(p, &w, &r, loop, (n * C + a) * S, row, w.size ? 1 : S);
+                run(p, &w, &r, p->loops->write, (n * C + a) * S, row, w.size ? 1 : S);
             }
         }
     }

@@ -15,11 +15,10 @@ static int64_t parts_of(int64_t N, int64_t C, int64_t S)
     return C * S >= SPLIT_CHANNELS_FROM_ELEMENTS ? 1 : at_most(at_most(MOST_PARTS, at_least(N * C * S / SHARE, 1)), N);
 }
 
-/* A thread's share: every `step`th of the parts of a sum, from `first` on, or what `loop` writes. */
+/* A thread's share: every `step`th of the parts of a sum, from `first` on, or what is written by `num` coefficients. */
 typedef struct {
     Pass p;
     int64_t first, step;
-    void (*loop)(const Rows *);
     int num, failed, apart;
     pthread_t thread;
 } Share;
@@ -46,26 +45,26 @@ static int sum_parts(Pass *p, int64_t first, int64_t step)
 static void *do_share(void *of)
 {
     Share *s = of;
-    s->failed = s->loop ? elementwise(&s->p, s->loop, s->num) : sum_parts(&s->p, s->first, s->step);
+    s->failed = s->num ? elementwise(&s->p, s->num) : sum_parts(&s->p, s->first, s->step);
     return NULL;
 }
 
-/* Sums, or what `loop` writes by `num` coefficients. Returns -1 without memory. */
-static int in_threads(const Pass *p, void (*loop)(const Rows *), int num)
+/* Sums, or an output by `num` coefficients. Returns -1 without memory. */
+static int in_threads(const Pass *p, int num)
 {
     const int64_t N = p->n1, C = p->C, worth = at_least(N * C * p->S / SHARE, 1);
     const int by_channel = C * p->S >= SPLIT_CHANNELS_FROM_ELEMENTS;
-    const int64_t most = at_most(at_most(p->threads, worth), by_channel ? C : loop ? N : p->parts);
+    const int64_t most = at_most(at_most(p->threads, worth), by_channel ? C : num ? N : p->parts);
     Share alone, *shares = most > 1 ? malloc(most * sizeof *shares) : NULL;
     const int64_t n = shares ? most : 1;
     int failed = 0;
     shares = shares ? shares : &alone;
     for (int64_t i = n; i-- > 0;) { /* the first one is for the calling thread */
         Share *s = shares + i;
-        *s = (Share){.p = *p, .first = by_channel ? 0 : i, .step = by_channel ? 1 : n, .loop = loop, .num = num};
+        *s = (Share){.p = *p, .first = by_channel ? 0 : i, .step = by_channel ? 1 : n, .num = num};
         if (by_channel)
             s->p.c0 = C * i / n, s->p.c1 = C * (i + 1) / n;
-        else if (loop)
+        else if (num)
             s->p.n0 = N * i / n, s->p.n1 = N * (i + 1) / n;
         s->apart = i && !pthread_create(&s->thread, NULL, do_share, s);
         if (!s->apart)
@@ -78,7 +77,7 @@ static int in_threads(const Pass *p, void (*loop)(const Rows *), int num)
     }
     if (shares != &alone)
         free(shares);
-    for (int64_t i = 1; i < p->parts && !loop; i++)
+    for (int64_t i = 1; i < p->parts && !num; i++)
         for (int64_t c = 0; c < 2 * C; c++)
             p->sums[c] += p->sums[2 * i * C + c];
     return failed;
