@@ -14,7 +14,7 @@ from tests.helpers.ranks import CountingCommunicator
 
 import chainer  # isort: skip (multibn makes it importable)
 
-RUNS = on("torchrun mpiexec", 2, 8, needs="torch chainer")
+RUNS = on("torchrun mpiexec", 2, 4, needs="torch chainer")
 
 
 C = 7

@@ -44,7 +44,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     script = tmp_path_factory.mktemp("script") / "script.py"
     script.write_text(textwrap.dedent(_SCRIPT))
     over = {"torchrun": "gloo", "mpiexec": "mpi"}[launcher]
-    result = launch.run(launcher, 2, str(script), over, real=True)
+    result = launch.run(launcher, 2, str(script), over)
     return Ran(launcher, result.returncode, result.stdout)
 
 
