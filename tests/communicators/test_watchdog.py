@@ -63,27 +63,6 @@ def _broken(error: Exception) -> Callable[[], Callable[[float], bool]]:
     return lambda: wait
 
 
-def _first_rank_says(
-    notices: dict[int, Status], other: Callable[[Watchdog], object], begin: Any = _begin
-) -> Exception:
-    """The error of rank 0 in a wait at b; rank 1 does something else before."""
-    gone = threading.Event()
-
-    def wait(world: ThreadCommunicator) -> Exception | None:
-        watchdog = _introduced(world, notices)
-        watchdog.wait(lambda: lambda seconds: True, "a (forward)")
-        if world.rank == 1:
-            other(watchdog)
-            gone.set()
-            return None
-        gone.wait(10)
-        return _says(watchdog.wait, begin, "b (forward)")
-
-    error = run_ranks(2, wait)[0]
-    assert error is not None
-    return error
-
-
 def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
     try:
         function(*arguments)
@@ -92,17 +71,26 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
     raise AssertionError("no error")
 
 
+_LEFT = (
+    r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], which have already exited or left the "
+    r"group: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a \(forward\)\. "
+    r"All ranks must take the same number of steps; with torch, `join` handles uneven data\."
+)
+
+
 @pytest.mark.parametrize(
-    "end, kind, told",
+    "end, begin, kind, told",
     [
         pytest.param(
             lambda watchdog: watchdog.board.publish(Status("failed", 0, "a reason")),
+            _begin,
             RuntimeError,
             "rank 1 has failed: a reason",
             id="its notice says why",
         ),
         pytest.param(  # the others are not told to take the same number of steps
             lambda watchdog: watchdog.close(RuntimeError("in a worker\nTrace\nValueError: shape")),
+            _begin,
             RuntimeError,
             "rank 1 has failed: its program has ended by RuntimeError: in a worker ... "
             "ValueError: shape",
@@ -110,15 +98,36 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
         ),
         pytest.param(
             lambda watchdog: watchdog.close(None),
+            _begin,
             ConnectionError,
-            r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], which have already exited or left "
-            r"the group: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a "
-            r"\(forward\)\. All ranks must take the same number of steps; with torch, "
-            r"`join` handles uneven data\.",
+            _LEFT,
             id="it has left",
+        ),
+        pytest.param(
+            lambda watchdog: None,
+            _broken(RankLostError(1, has_left=True)),
+            ConnectionError,
+            _LEFT,
+            id="a transport has seen it leave",
+        ),
+        pytest.param(
+            lambda watchdog: watchdog.close(KeyError("x")),
+            _broken(RankLostError(1, has_left=True)),
+            RuntimeError,
+            "rank 1 has failed: its program has ended by KeyError: 'x'",
+            id="a transport has seen it leave, and it has said why",
+        ),
+        pytest.param(
+            lambda watchdog: None,
+            _broken(RuntimeError("reset by peer")),
+            ConnectionError,
+            r"rank 0 lost the connection in b \(forward\): rank 1 \(machine \S+, pid \d+\) is "
+            r"running, last seen \d\.\d s ago in a \(forward\)\. The transport says: reset by peer",
+            id="its connection is lost",
         ),
         pytest.param(  # rank 1 has told of rank 3 and ended, before rank 0 looks
             lambda watchdog: watchdog.board.publish(Status("failed", 1, "rank 1 lost rank 3")),
+            _broken(RankLostError(1)),
             RuntimeError,
             "rank 1 has failed: rank 1 lost rank 3",
             id="another one was lost before",
@@ -126,9 +135,21 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
     ],
 )
 def test_a_rank_that_will_not_come_is_named_with_its_reason(
-    end: Any, kind: type[Exception], told: str
+    end: Any, begin: Any, kind: type[Exception], told: str
 ) -> None:
-    error = _first_rank_says({}, end, _broken(RankLostError(1)) if "rank 3" in told else _begin)
+    gone, notices = threading.Event(), dict[int, Status]()
+
+    def wait(world: ThreadCommunicator) -> Exception | None:
+        watchdog = _introduced(world, notices)
+        watchdog.wait(lambda: lambda seconds: True, "a (forward)")
+        if world.rank == 1:
+            end(watchdog)
+            gone.set()
+            return None
+        gone.wait(10)
+        return _says(watchdog.wait, begin, "b (forward)")
+
+    error = run_ranks(2, wait)[0]
     assert type(error) is kind
     assert re.fullmatch(told, str(error))
 
@@ -239,17 +260,6 @@ def test_a_call_that_is_under_way_is_not_the_last_one() -> None:
     run_ranks(2, wait)
 
 
-def test_a_connection_that_is_lost_is_an_error() -> None:
-    broken = _broken(RuntimeError("reset by peer"))
-    error = _first_rank_says({}, lambda watchdog: None, broken)
-    assert isinstance(error, ConnectionError)
-    assert re.fullmatch(
-        r"rank 0 lost the connection in b \(forward\): rank 1 \(machine \S+, pid \d+\) is running, "
-        r"last seen \d\.\d s ago in a \(forward\)\. The transport says: reset by peer",
-        str(error),
-    )
-
-
 def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None:
     def wait(world: ThreadCommunicator) -> str:
         watchdog = _introduced(world, {})
@@ -261,26 +271,6 @@ def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None
             r"last seen [^;]*\. The transport says: the process of rank 2 has ended",
             error,
         )
-
-
-@pytest.mark.parametrize(
-    "notice, said",
-    [
-        (None, r"waits in a \(forward\) for rank\(s\) \[1\], which have already exited or left"),
-        (Status("failed", 0, "its program has ended by KeyError"), "rank 1 has failed: its prog"),
-    ],
-)
-def test_a_rank_that_a_transport_has_seen_to_leave_may_have_said_why(
-    notice: Status | None, said: str
-) -> None:
-    notices = {} if notice is None else {1: notice}
-
-    def wait(world: ThreadCommunicator) -> str:
-        watchdog = _introduced(world, notices)
-        broken = _broken(RankLostError(1, has_left=True))
-        return "" if world.rank else str(_says(watchdog.wait, broken, "a (forward)"))
-
-    assert re.search(said, run_ranks(2, wait)[0])
 
 
 def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
