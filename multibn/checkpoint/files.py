@@ -335,24 +335,18 @@ def _written(state: Mapping[str, Any], suffix: str) -> bytes:
         return buffer.getvalue()
     if suffix == ".msgpack":
         return flax_variables.written(state)
+    # NumPy arrays in this machine's byte order, and copies of tensors, which may share memory.
+    copies = {
+        key: np.array(a, a.dtype.newbyteorder("="), order="C") if isinstance(a, np.ndarray)
+        else a.detach().clone().contiguous()
+        for key, a in state.items()
+    }  # fmt: skip
     if suffix == ".safetensors" and not importable("torch"):
-        from safetensors.numpy import save as save_arrays
-
-        return save_arrays(
-            {k: np.array(a, a.dtype.newbyteorder("="), order="C") for k, a in state.items()}
-        )
+        return import_module("safetensors.numpy").save(copies)
     import torch
 
-    # Contiguous copies that share no memory, of NumPy arrays in this machine's byte order.
-    tensors = {
-        key: value.detach().clone(memory_format=torch.contiguous_format)
-        if isinstance(value, torch.Tensor)
-        else torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
-        for key, value in state.items()
-    }
+    tensors = {key: torch.as_tensor(a) for key, a in copies.items()}
     if suffix == ".safetensors":
-        from safetensors.torch import save
-
-        return save(tensors)
+        return import_module("safetensors.torch").save(tensors)
     torch.save(tensors, buffer)
     return buffer.getvalue()

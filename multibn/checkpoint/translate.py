@@ -295,19 +295,17 @@ def _translate(
             "torch, flax and Paddle. torch's momentum is 1 - decay, and 1 - the momentum of Keras, "
             f"flax and Paddle.{carried}{starts}"
         )
+    converted = {name: state[key] for name, key in origins.items()}
     if source is not target and FLAX in (source, target):
         notes += _flax_notes(state, source)
-        changed = {
-            name: _for_flax(state, key, name, source, target, key.rpartition(old)[0] in transposed)
-            for name, key in origins.items()
-        }
-        if count is not None:
-            factor = (count - 1) / count if target is FLAX else count / (count - 1)
-            for name, key in origins.items():
-                if key.rpartition(old)[2] == var:
-                    changed[name] = (changed[name] * factor).astype(changed[name].dtype)
-        return Converted(changed, tuple(notes))
-    return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
+        for name, key in origins.items():
+            layer, _, leaf = key.rpartition(old)
+            a = _for_flax(state, key, name, source, target, layer in transposed)
+            if count is not None and leaf == var:
+                factor = (count - 1) / count if target is FLAX else count / (count - 1)
+                a = (a * factor).astype(a.dtype)
+            converted[name] = a
+    return Converted(converted, tuple(notes))
 
 
 def _for_flax(

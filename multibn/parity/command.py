@@ -6,11 +6,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from multibn._platform import find_command, importable
 from multibn.communicators import SingleProcess
-from multibn.parity import devices
 from multibn.parity.cases import CASES, select
 from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
 from multibn.parity.pair import load_pair
@@ -78,26 +78,22 @@ def run(args: argparse.Namespace) -> int:
                 f"--ranks must be {len(x)} or less, the samples of the example input of "
                 f"{args.model}: got {sizes[-1]}."
             )
-    names = [case.name for case in select(args.cases)]
+    options = {"cases": [case.name for case in select(args.cases)]}
+    overs, adapters = [*LAUNCHERS], [*ADAPTERS]
+    if args.model:
+        options, overs, adapters = {"path": args.model}, ["gloo"], ["models"]
     print("Each row shows the largest error relative to its bound.")
     print(f"{'over x ranks':19} layers  error {'of quantity, in case':36} verdict", flush=True)
-    adapters, options = (
-        (["models"], {"path": args.model}) if args.model else (ADAPTERS, {"cases": names})
-    )
-    launches = [
-        (over, size)
-        for over in (("gloo",) if args.model else LAUNCHERS)
-        for size in sizes
-        if size == 1 or LAUNCHERS[over]
-    ]
-    launches += [("shard_map", sizes[-1])] if not args.model else []
+    launches = [(v, n, adapters) for v in overs for n in sizes if n == 1 or LAUNCHERS[v]]
+    if not args.model:
+        launches.append(("shard_map", sizes[-1], ["flax"]))
     verdicts: list[str] = []
     start = time.monotonic()
-    for number, (over, size) in enumerate(launches, 1):
+    for number, of in enumerate(launches, 1):
         seconds = time.monotonic() - start
         said = f"launch {number} of {len(launches)}, after {seconds:.0f} s"
         print(said, file=sys.stderr, flush=True)
-        verdicts += launch(over, size, ["flax"] if over == "shard_map" else adapters, **options)
+        verdicts += launch(*of, **options)
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
     return exit_status(verdicts)
 
@@ -109,16 +105,13 @@ def launch(over: str, size: int, adapters: Iterable[str], **options: Any) -> lis
     able = [adapter for adapter, reason in absent.items() if not reason]
     try:
         if able:
-            function, ranks_of = "multibn.parity.pair.compare_models", (over, size)
-            variables = None
-            if able == ["flax"]:  # devices of one process
-                function, ranks_of = "multibn.parity.devices.measure", ("single process", 1)
-                options["size"], variables = size, devices.variables(size)
-            elif able != ["models"]:
-                function, options["adapters"] = "multibn.parity.worker.measure", able
-            ranks = run_workers(
-                function, *ranks_of, timeout=TIMEOUT, variables=variables, **options
-            )
+            work = partial(run_workers, timeout=TIMEOUT, **options)
+            if able == ["models"]:
+                ranks = work("multibn.parity.pair.compare_models", over, size)
+            elif able == ["flax"]:  # devices of one process
+                ranks = work("multibn.parity.devices.measure", "single process", 1, size=size)
+            else:
+                ranks = work("multibn.parity.worker.measure", over, size, adapters=able)
             errors = [Error(*error) for rank in ranks for error in rank]
             found |= {name: judge([e for e in errors if e.adapter == name]) for name in able}
     except WorkerError as error:

@@ -1,5 +1,6 @@
 """The layer of flax in the parity command: the devices of one process, each with a rank's batch."""
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -13,16 +14,13 @@ from multibn.parity.worker import Arrays, Error, _named, compare
 AXIS = "devices"
 
 
-def variables(size: int) -> dict[str, str]:
-    """The environment in which a process has so many devices, all of the CPU."""
-    flags = f"--xla_force_host_platform_device_count={size}"
-    return {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-
-
 def measure(
     _: Any, cases: Sequence[str], size: int, over: str = "shard_map", axis_name: str | None = AXIS
 ) -> list[Error]:
     """The errors on all devices in the cases of these names; over "shard_map" or "pmap"."""
+    # So many devices of the CPU, unless this process has imported JAX before.
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={size}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     errors = []

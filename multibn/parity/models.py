@@ -62,7 +62,7 @@ class TorchModel(Torch, _Model):
     words = "eps", "momentum", "weight", "bias", "running_var_convention"
 
     def layers(self) -> Iterable[tuple[str, Any]]:
-        return self.module.named_modules()  # type: ignore[no-any-return]
+        return self.module.named_modules()
 
     def synchronize(self, communicator: Communicator) -> None:
         from multibn.torch_backend import convert_sync_batchnorm

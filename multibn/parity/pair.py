@@ -4,7 +4,7 @@ import math
 import pkgutil
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -28,31 +28,28 @@ def compare_models(communicator: Communicator, path: str) -> list[Error]:
     """The errors of a pair of the user's models, which "module:function" returns. Collective.
 
     Each rank has a part of the example input, and batch normalization is synchronized; alone, the
-    models get the whole input. A flax model runs alone. Where options of layers differ, these are
-    the errors.
+    models get the whole input. A flax model runs alone only. Where options of layers differ, these
+    are the errors.
     """
     first, second, x, unlike = load_pair(path)
     if unlike:
         return unlike
-    alone, first_alone = _steps(first, second, x)
-    first, second, *_ = load_pair(path, communicator)
+    alone, differs_alone = _steps([first, second], x)
+    models = [m for m in load_pair(path, communicator)[:2] if not isinstance(m, FlaxModel)]
     indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
-    of_parts = [{name: a[indices] for name, a in arrays.items()} for arrays in alone]
-    shared, first_shared = _steps(first, second, x[indices], of_parts)
+    shared, differs = _steps(models, x[indices])
     one, two = (model.title.lower() for model in (first, second))
     errors = []
     for name, bound in MODEL_BOUNDS[x.dtype.name].items():
-        firsts, seconds = (arrays[name] for arrays in alone)
-        of_first, of_second = (arrays[name] for arrays in shared)
-        for case, got, right, layer in (
-            (f"{one} and {two} alone", firsts, seconds, first_alone),
-            (f"{one} and {two} on ranks", of_first, of_second, first_shared),
-            (f"{one} alone and on ranks", of_first, firsts[indices], ""),
-            (f"{two} alone and on ranks", of_second, seconds[indices], ""),
-        ):
-            if case == "flax alone and on ranks":  # the same arrays
-                continue
-            error = oracle.relative_error(got, right, seconds)
+        whole = [arrays[name] for arrays in alone]
+        parts = [arrays[name] for arrays in shared]
+        cases = [(f"{one} and {two} alone", *whole, differs_alone)]
+        if len(parts) == 2:
+            cases += [(f"{one} and {two} on ranks", *parts, differs)]
+        for of, got, right in zip((one, two), parts, whole, strict=False):
+            cases += [(f"{of} alone and on ranks", got, right[indices], "")]
+        for case, got, right, layer in cases:
+            error = oracle.relative_error(got, right, whole[1])
             errors.append(Error(error / bound, error, bound, name, case, "models", "", layer))
     return errors
 
@@ -199,25 +196,16 @@ def _option_differences(first: Model, second: Model) -> Iterator[Error]:
                 yield Error(math.inf, math.inf, 0.0, option, name, "models", text)
 
 
-def _steps(
-    first: Any, second: Any, x: Array, known: Any = (None, None)
-) -> tuple[list[Arrays], str]:
-    """Return each model's arrays of a training step and an evaluation; and, see `_first_layer`.
-
-    A flax model does not run where its arrays are `known`.
-    """
+def _steps(models: Sequence[Any], x: Array) -> tuple[list[Arrays], str]:
+    """Return each model's arrays of a training step and an evaluation; and, see `_first_layer`."""
     arrays: list[Arrays] = []
     outputs: list[Arrays] = []
-    for model, of_model in zip((first, second), known, strict=True):
-        if of_model is not None and isinstance(model, FlaxModel):
-            arrays.append(of_model)
-            continue
+    for model in models:
         with model.outputs() as of_layers:
             y, dx = model.train(x)
         outputs.append(of_layers)
         arrays.append({"y": y, "dx": dx, "eval": model.evaluate(x)})
-    bound = MODEL_BOUNDS[x.dtype.name]["y"]
-    return arrays, _first_layer(outputs[0], outputs[-1], bound)
+    return arrays, _first_layer(outputs[0], outputs[-1], MODEL_BOUNDS[x.dtype.name]["y"])
 
 
 def _first_layer(of_first: Arrays, of_second: Arrays, bound: float) -> str:

@@ -282,7 +282,7 @@ def _scripted(torch_model: Any, chainer_model: Any) -> None:
         torch_model.bn = torch.jit.script(torch_model.bn)
 
 
-class Norm(L.BatchNormalization):  # type: ignore[misc]
+class Norm(L.BatchNormalization):
     def forward(self, x: Any) -> Any:
         return super().forward(x)
 
@@ -349,8 +349,10 @@ def test_a_model_of_flax_is_compared_with_any_other(function: str, other: str) -
     require.need("flax")
     errors = pair.compare_models(SingleProcess(), f"tests.parity.flax_models:{function}")
     assert max(e.ratio for e in errors) < 1
-    cases = [f"{other} and flax alone", f"{other} and flax on ranks", f"{other} alone and on ranks"]
-    assert [e.case for e in errors] == 3 * cases
+    assert [e.case for e in errors] == 3 * [
+        f"{other} and flax alone",
+        f"{other} alone and on ranks",
+    ]
 
 
 def test_the_layer_and_the_options_in_which_a_model_of_flax_differs_are_named() -> None:

@@ -72,8 +72,8 @@ class SyncGroupsBase(SyncNormBase):
             validation.check_input(x, num_channels)
         except (TypeError, ValueError) as error:
             is_array = isinstance(x, Tensor) and not x.is_nested and x.ndim > 1
-            num_channels = len(x) * num_groups if is_array else None
-            validation.raise_on_all_ranks(error, x, num_channels, group)
+            num_statistics = len(x) * num_groups if is_array else None
+            validation.raise_on_all_ranks(error, x, num_statistics, group)
         wide = torch.promote_types(x.dtype, torch.float32)
         grouped = x.to(wide).unflatten(1, (num_groups, num_channels // num_groups))
         args = NormArgs(grouped, None, None, self.eps, tuple(range(2, grouped.ndim)))
