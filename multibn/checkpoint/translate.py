@@ -334,17 +334,18 @@ def _flax_notes(state: Mapping[str, Any], source: KeyNames) -> list[str]:
     notes = [
         "flax's activations are (N, *spatial, C): transpose inputs, and permute the rows of a "
         "Dense behind a flattened map, which no file shows.",
-        "flax's running variance is biased, those of torch and Chainer are unbiased: pass "
-        "`count` (--count), the elements per channel of a batch, to change the convention.",
     ]
-    wide = [key for key in state if key.endswith(source.plain[0]) and state[key].ndim > 2]
-    if wide:
+    if any(key.endswith(source.norm[2]) for key in state):
+        notes.append(
+            "flax's running variance is biased, those of torch and Chainer are unbiased: pass "
+            "`count` (--count), the elements per channel of a batch, to change the convention."
+        )
+    if any(key.endswith(source.plain[0]) and a.ndim > 2 for key, a in state.items()):
         notes.append(
             "kernels of more than two axes are taken for those of Conv: name layers that are "
             "ConvTranspose by `transposed` (--transposed)."
         )
-    has_norm = any(key.endswith(source.norm[2]) for key in state)
-    return notes if has_norm else [notes[0], *notes[2:]]
+    return notes
 
 
 def _counterparts(

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 f"--ranks must be {len(x)} or less, the samples of the example input of "
                 f"{args.model}: got {sizes[-1]}."
             )
-    options = {"cases": [case.name for case in select(args.cases)]}
+    options: dict[str, Any] = {"cases": [case.name for case in select(args.cases)]}
     overs, adapters = [*LAUNCHERS], [*ADAPTERS]
     if args.model:
         options, overs, adapters = {"path": args.model}, ["gloo"], ["models"]

@@ -43,7 +43,7 @@ def compare_models(communicator: Communicator, path: str) -> list[Error]:
     for name, bound in MODEL_BOUNDS[x.dtype.name].items():
         whole = [arrays[name] for arrays in alone]
         parts = [arrays[name] for arrays in shared]
-        cases = [(f"{one} and {two} alone", *whole, differs_alone)]
+        cases: list[Any] = [(f"{one} and {two} alone", *whole, differs_alone)]
         if len(parts) == 2:
             cases += [(f"{one} and {two} on ranks", *parts, differs)]
         for of, got, right in zip((one, two), parts, whole, strict=False):

@@ -21,6 +21,7 @@ from chainer import links as L
 from flax import linen, nnx, serialization
 
 from multibn.checkpoint import CheckpointError, convert
+from tests.checkpoint.test_checkpoint import assert_same_bits
 
 NEEDS = "torch chainer flax"
 EPS = 1e-5
@@ -236,10 +237,7 @@ def test_each_pair_converts_and_back_bit_for_bit(
     assert there.read_bytes() == paths[target].read_bytes() or target != "flax"
     separator = "/" if target == "chainer" else "."
     convert(there, back, transposed=[v.replace(".", separator) for v in transposed])
-    old, new = (_arrays(path) for path in (paths[source], back))
-    assert old.keys() == new.keys()
-    for key, value in old.items():
-        assert (value.dtype, value.tobytes()) == (new[key].dtype, new[key].tobytes()), key
+    assert_same_bits(_arrays(back), _arrays(paths[source]))
 
 
 def _arrays(path: Path) -> dict[str, Any]:
