@@ -1,6 +1,5 @@
 """Every communicator that the launcher can drive conforms; bad groups are refused."""
 
-import contextlib
 import itertools
 import os
 import pickle
@@ -20,7 +19,7 @@ from multibn.communicators.layer_communicator import reject_input
 from multibn.communicators.watchdog import SECONDS_UNTIL_STATUS
 from multibn.engine import consistency
 from tests.communicators import conformance
-from tests.communicators.phases import Phase
+from tests.communicators.phases import Phase, new_group
 from tests.communicators.transports import standin_cupy
 from tests.harness.runs import on, only
 from tests.helpers import require
@@ -61,16 +60,15 @@ def _of_each_transport(world: Communicator) -> Iterator[Any]:
 
         from multibn.communicators.transports.torch_distributed import TorchDistributed
 
-        for context in (contextlib.nullcontext(), _no_shared_memory()):
-            with context:
-                yield TorchDistributed(dist.new_group(list(range(world.size))))
+        for _ in _with_and_without_shared_memory():
+            yield TorchDistributed(dist.new_group())
         yield TorchDistributed(_of_another_backend(world.size))
         return
     from mpi4py import MPI as mpi
 
     from multibn.communicators.transports.mpi import MPI
 
-    yield MPI(mpi.COMM_WORLD.Dup())
+    yield MPI(new_group(world))
     if require.available("chainer"):
         from multibn.chainer_backend import compat
         from multibn.communicators.transports.chainermn import ChainerMN
@@ -81,33 +79,24 @@ def _of_each_transport(world: Communicator) -> Iterator[Any]:
         yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()))
 
 
-@contextlib.contextmanager
-def _no_shared_memory() -> Iterator[None]:
-    """Ranks of one machine that exchange messages as ranks of several do."""
-    os.environ["MULTIBN_SHARED_MEMORY"] = "0"
-    try:
+def _with_and_without_shared_memory() -> Iterator[None]:
+    """In the second turn, ranks of one machine exchange messages as ranks of several do."""
+    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MULTIBN_SHARED_MEMORY", "0")
         yield
-    finally:
-        del os.environ["MULTIBN_SHARED_MEMORY"]
 
 
 @only("torchrun", sizes=(2, 3, 4))
 def check_shared_memory_is_for_small_arrays(world: Communicator) -> None:
-    import torch.distributed as dist
-
     connected = []
-    for context in (contextlib.nullcontext(), _no_shared_memory()):
-        with context:
-            communicator: Any = as_communicator(dist.new_group(list(range(world.size))))
-            for n in (1, 200_000):
-                np.testing.assert_array_equal(communicator.allreduce(np.ones(n)), world.size)
-                transport = communicator.channel.transport
-                connected.append(
-                    (
-                        transport._shared_memory is not None,
-                        transport._private_gloo._group is not None,
-                    )
-                )
+    for _ in _with_and_without_shared_memory():
+        communicator = fresh(world)
+        for n in (1, 200_000):
+            np.testing.assert_array_equal(communicator.allreduce(np.ones(n)), world.size)
+            transport = communicator.channel.transport
+            gloo = transport._private_gloo._group
+            connected.append((transport._shared_memory is not None, gloo is not None))
     assert connected == [(True, False), (True, True), (False, True), (False, True)]
 
 
@@ -195,25 +184,7 @@ def check_native_objects_are_recognised(world: Communicator) -> None:
 
 def fresh(world: Communicator) -> Any:
     """A communicator of the same ranks that has communicated nothing yet."""
-    if _under_torchrun(world):
-        import torch.distributed as dist
-
-        return as_communicator(dist.new_group(list(range(world.size))))
-    from mpi4py import MPI
-
-    return as_communicator(MPI.COMM_WORLD.Dup())
-
-
-def _said(communicator: Any, payload: Any, world: Communicator) -> str:
-    """What a sum raises, once all ranks are here again: `communicator` is not used after it."""
-    said = ""
-    try:
-        communicator.allreduce(payload)
-    except (ConnectionError, RuntimeError) as error:
-        said = str(error)
-    watched_channels.discard(communicator.channel)
-    world.allreduce(np.ones(1))
-    return said
+    return as_communicator(new_group(world))
 
 
 def _resources() -> tuple[int, int]:
@@ -223,18 +194,15 @@ def _resources() -> tuple[int, int]:
 
 def check_any_number_of_widths_takes_no_descriptors_and_threads(world: Communicator) -> None:
     """Nor communicators of MPI, of which a process has some thousands."""
-    for context in (contextlib.nullcontext(), _no_shared_memory()):
-        with context:
-            communicator = fresh(world)
-            Phase(communicator, "first").allreduce(np.ones(6))
-            before = _resources()
-            for C in range(3, 403, 4):
-                summed = Phase(communicator, f"bn{C}").allreduce(
-                    np.arange(2.0 * C + 2) + world.rank
-                )
-                expected = world.size * np.arange(2.0 * C + 2) + sum(range(world.size))
-                np.testing.assert_array_equal(summed, expected)
-            assert _resources() == before
+    for _ in _with_and_without_shared_memory():
+        communicator = fresh(world)
+        Phase(communicator, "first").allreduce(np.ones(6))
+        before = _resources()
+        for C in range(3, 403, 4):
+            a = np.arange(2.0 * C + 2)
+            summed = Phase(communicator, f"bn{C}").allreduce(a + world.rank)
+            np.testing.assert_array_equal(summed, world.size * a + sum(range(world.size)))
+        assert _resources() == before
 
 
 @only(sizes=(2,))  # the same code for any number of ranks
@@ -281,9 +249,13 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
         dist.destroy_process_group(communicator.group)
         world.allreduce(np.ones(1))
     else:
-        said = _said(communicator, np.ones(1), world)
+        with pytest.raises((ConnectionError, RuntimeError)) as raised:
+            communicator.allreduce(np.ones(1))
+        watched_channels.discard(communicator.channel)
+        world.allreduce(np.ones(1))
         # Ranks that have no connection with rank 1 hear of the failure of those that have.
-        assert "for rank(s) [1], which have already exited or left the group: rank 1 (mach" in said
+        said = "for rank(s) [1], which have already exited or left the group: rank 1 (mach"
+        assert said in str(raised.value)
 
 
 @only(sizes=(2, 3, 4))
@@ -292,15 +264,14 @@ def check_unlike_arrays_are_an_error_on_all_ranks(world: Communicator) -> None:
     ones = np.ones(3)
     others = [np.ones(n) for n in (4, 20_000, 200_000)]
     for other in (*others, np.ones(3, "float32"), ones[:, None]):
-        for context in (contextlib.nullcontext(), _no_shared_memory()):
-            with context:
-                communicator = fresh(world)
-                for _ in range(2):  # the group stays of use
-                    np.testing.assert_array_equal(communicator.allreduce(ones), world.size * ones)
-                    with pytest.raises(RuntimeError, match="different places: rank") as raised:
-                        communicator.allreduce(other if world.rank == 1 else ones)
-                    said = str(raised.value)
-                    assert "in a sum of float64 numbers of shape (3,); rank(s) [1] in a" in said
+        for _ in _with_and_without_shared_memory():
+            communicator = fresh(world)
+            for _ in range(2):  # the group stays of use
+                np.testing.assert_array_equal(communicator.allreduce(ones), world.size * ones)
+                with pytest.raises(RuntimeError, match="different places: rank") as raised:
+                    communicator.allreduce(other if world.rank == 1 else ones)
+                said = str(raised.value)
+                assert "in a sum of float64 numbers of shape (3,); rank(s) [1] in a" in said
 
 
 @only(sizes=(2, 3, 4))
@@ -337,25 +308,21 @@ def check_a_refused_input_is_told_in_any_message(world: Communicator) -> None:
         phase.allreduce(np.ones(2 * C + 2))
     nothing: Any = {"parameters": (), "statistics": ()}
     check_sync = partial(consistency.check_equal, {}, communicator, **nothing)
-    others: list[tuple[Callable[[], object], str]] = [
-        (
-            lambda: layers[1].allreduce(np.ones(12)),
-            "in bn5 (forward, float32, call 2): the input was rejected on rank(s) [1]",
-        ),
-        (
-            lambda: layers[0].allreduce(np.ones(8)),
-            "in bn3 (forward, float32, call 2): the input was rejected on rank(s) [1]",
-        ),
-        (lambda: communicator.allreduce(np.ones(1)), "in a sum of float64 numbers of shape (1,)"),
-        (check_sync, "in check_sync: the input was rejected on rank(s) [1]"),
-        (lambda: Phase(communicator, "new").allreduce(np.ones(8)), "in the first message of new"),
-    ]
-    for send, told in others:
+    new = Phase(communicator, "new")
+    others: dict[str, Callable[[], object]] = {
+        "bn5 (forward, float32, call 2)": lambda: layers[1].allreduce(np.ones(12)),
+        "bn3 (forward, float32, call 2)": lambda: layers[0].allreduce(np.ones(8)),
+        "a sum of float64 numbers of shape (1,)": lambda: communicator.allreduce(np.ones(1)),
+        "check_sync": check_sync,
+        "the first message of new (forward, float32, call 1)": lambda: new.allreduce(np.ones(8)),
+    }
+    for place, send in others.items():
         if world.rank == 1:
             reject_input(layers[0].layer)  # the rank that refuses has an error of its own
         else:
             with pytest.raises(RuntimeError, match="stops in") as raised:
                 send()
+            told = f"in {place}: the input was rejected on rank(s) [1]"
             assert told in str(raised.value)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from multibn import torch_backend
 from multibn.communicators import Communicator
+from tests.communicators.phases import new_group
 from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.spread import OTHERS
@@ -240,11 +241,7 @@ def check_an_option_of_one_call_is_an_error_on_all(world: Communicator) -> None:
 
 def check_functions_use_the_very_group_of_the_layers(world: Communicator) -> None:
     """Another process group of the same ranks, so that a rank in `check_sync` meets the others."""
-    comm: Any = world
-    group = (
-        torch.distributed.new_group() if torch.distributed.is_initialized() else comm.mpi_comm.Dup()
-    )
-    model = torch_backend.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), group)
+    model = torch_backend.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), new_group(world))
     model(torch.arange(4.0).reshape(2, 2))
     call: Any = torch_backend.check_sync if world.rank else lambda net: net(torch.ones(2, 2))
     with pytest.raises(RuntimeError, match=r"different places: .*\(forward, .*check_sync"):

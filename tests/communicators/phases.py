@@ -25,6 +25,17 @@ class Phase:
         return self.of(x.shape[0], x).allreduce(x, **self._options)
 
 
+def new_group(world: Any) -> Any:
+    """A process group, or a communicator of MPI, of the same ranks."""
+    if type(world).__name__ == "TorchDistributed":
+        import torch.distributed as dist
+
+        return dist.new_group()
+    from mpi4py import MPI as mpi
+
+    return mpi.COMM_WORLD.Dup()
+
+
 def errors_of(size: int, work: Callable[[Any], object]) -> list[Exception]:
     """The error of each rank, a thread; all of them must raise, and none may wait for another."""
     from tests.helpers.ranks import run_ranks  # which imports pytest: programs have a Phase, too
