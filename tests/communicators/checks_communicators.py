@@ -80,7 +80,7 @@ def _of_each_transport(world: Communicator) -> Iterator[Any]:
 
 
 def _with_and_without_shared_memory() -> Iterator[None]:
-    """In the second turn, ranks of one machine exchange messages as ranks of several do."""
+    """Yield twice: in the second turn, messages of one machine go as those of several do."""
     yield
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MULTIBN_SHARED_MEMORY", "0")
