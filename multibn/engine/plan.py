@@ -33,7 +33,7 @@ from multibn.kernels import BatchStatistics, reference, steps
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import NormArgs as NormArgs
 from multibn.kernels.layout import sizes
-from multibn.kernels.spec import CANCELLED, OK, PackedStatistics, unpack
+from multibn.kernels.spec import CANCELLED, OK, PackedStatistics, options_of, unpack
 
 # Those of x, residual, weight and bias; None if absent, see `reference.residual_gradient`.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
@@ -82,7 +82,7 @@ class Plan:
         copied: bool = False,
     ) -> None:
         x = args.x
-        self.eps, self.axis, self.relu = args.eps, args.axis, args.relu
+        self.axis, self.options = args.axis, options_of(args)
         self.given = tuple(name for name in INPUTS if getattr(args, name) is not None)
         self.channels, _, *self._lengths = sizes(x.shape, args.axis)
         self.weighting: Weighting = weighting

@@ -121,7 +121,8 @@ class NormArgs(NamedTuple):
 
 
 # The fields that are no arrays. They follow `bias`: NormArgs(x, weight, bias, *options_of(args)).
-options_of: Any = attrgetter("eps", "axis", "relu")
+OPTIONS = "eps", "axis", "relu"
+options_of: Any = attrgetter(*OPTIONS)
 
 
 class Gradient(NamedTuple):

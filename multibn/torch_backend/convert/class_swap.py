@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn, serialization
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.torch_backend.layer import dtensors, functional, modules, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
@@ -157,22 +156,19 @@ class _SyncBatchNormMode(functional.BatchNormMode):
     ) -> Tensor:
         """Take the place of torch.nn.functional.batch_norm."""
         layer = self.layer
+        args = layer._as_input(input)._replace(weight=weight, bias=bias, eps=eps)
         own = running_mean is (layer.running_mean if layer.track_running_stats else None)
         self.batch_norm_called |= own
         if own and not training and running_mean is not None and running_var is not None:
-            return functional.normalize_with_running_stats(
-                input, weight, bias, running_mean, running_var, eps=eps
-            )
+            return functional.normalize_with_running_stats(args, running_mean, running_var)
         if not (own and training):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
-        axis = validation.non_channel_axes(input)
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
         num_channels = [*channels, layer.num_features][0]
         before, counter = self.count_before, layer.num_batches_tracked
-        args = NormArgs(input, weight, bias, eps, axis)
         if layer._num_splits > 1:
             if before is not None and counter is not None:  # the end of the step will count
                 counter.copy_(before)

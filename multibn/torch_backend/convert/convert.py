@@ -20,7 +20,6 @@ from multibn._typing import (
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import is_running_statistic
-from multibn.kernels import reference
 from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import data_parallel, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
@@ -62,19 +61,14 @@ class BatchNorm(_BatchNorm):
         if mask is lengths is None:
             return super().forward(input)
         mask = validation.mask_of(input, mask, lengths, self.num_features, LOCAL)
-        mean, var = self.running_mean, self.running_var
-        if self.training or mean is None:
-            axis = validation.non_channel_axes(input)
-            running = running_stats_of(self, "unbiased_global") if self.training else None
-            args = NormArgs(
-                input, self.weight, self.bias, self.eps, axis, mask=mask, running=running
-            )
+        axis = validation.non_channel_axes(input)
+        running = running_stats_of(self, "unbiased_global") if self.training else None
+        args = NormArgs(input, self.weight, self.bias, self.eps, axis, mask=mask, running=running)
+        if self.training or self.running_mean is None:
             return functional.normalize_with_batch_stats(
                 args, self.num_features, LOCAL, weighting="element"
             )[0]
-        x, parameters = reference.masked(input, mask), (self.weight, self.bias)
-        y = functional.normalize_with_running_stats(x, *parameters, mean, var, eps=self.eps)
-        return reference.masked(y, mask)
+        return functional.normalize_with_running_stats(args, self.running_mean, self.running_var)
 
     def _check_input_dim(self, input: Any) -> None:
         if input.ndim < 2:

@@ -196,7 +196,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, mask, y = ctx.saved_tensors
     _, *needed = ctx.needs_input_grad
     plan, batch = ctx.plan_and_batch
-    args = NormArgs(x, weight, bias, plan.eps, plan.axis, plan.relu, mask)
+    args = NormArgs(x, weight, bias, *plan.options, mask)  # type: ignore[call-arg]
     g = Gradient(dy, args, batch, y, needed[0])
     # With `create_graph`, torch is to differentiate the backward pass; or to batch it.
     if torch.is_grad_enabled() or is_transformed() or is_legacy_batchedtensor(dy):

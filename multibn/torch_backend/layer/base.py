@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import (
@@ -22,10 +23,12 @@ from multibn.communicators import (
 from multibn.communicators.diagnostics import find_module_path
 from multibn.communicators.layer_communicator import Compared, LayerCommunicator
 from multibn.engine import recompute
+from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import Running
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, dtensors
+from multibn.torch_backend.layer.autograd import running_stats_of
 
 #: This process alone, known to compiled code; the group of ghost norms that were given none.
 LOCAL = SingleProcess()
@@ -111,6 +114,7 @@ class SyncNormBase(nn.Module):
     # That of the step of `step_statistics` that is under way.
     step_accumulator: StepAccumulator | None = None
     nonfinite: Nonfinite = None
+    fuse_relu = False  # the value in layers that were converted
 
     def configure(self, process_group: CommunicatorLike, **options: Any) -> None:
         """Set the ranks and options of `Options`, see `SyncBatchNorm`. Not collective."""
@@ -151,6 +155,36 @@ class SyncNormBase(nn.Module):
             check_options=ask(lambda own: own.norm_options.check(), None),
         )
         compiled.register(self.layer_communicator)
+
+    def _as_input(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        part: _BatchNorm | None = None,
+    ) -> NormArgs:
+        """Build NormArgs for this call; in training, include the running statistics to update.
+
+        Those and `eps` are attributes of `part`, if the layer has one.
+        """
+        bn: Any = self if part is None else part
+        running = running_stats_of(bn, self.running_var_convention) if bn.training else None
+        parameters: Any = self._parameters  # as in `running_stats_of`
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrized
+            weight, bias = self.weight, self.bias
+        return NormArgs(
+            x=x,
+            weight=weight,
+            bias=bias,
+            eps=bn.eps,
+            axis=(0, *range(2, getattr(x, "ndim", 2))),  # as `validation.non_channel_axes`
+            relu=self.fuse_relu,
+            mask=mask,
+            residual=residual,
+            running=running,
+        )
 
     def detail(self, channels: int) -> str:
         """Describe a message of so many channels further; ranks compare the descriptions."""

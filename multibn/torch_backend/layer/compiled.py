@@ -41,7 +41,7 @@ from multibn.engine import recompute
 from multibn.engine.plan import Gradient, NormArgs, Plan
 from multibn.kernels import Running, reference, select, steps
 from multibn.kernels.layout import channels
-from multibn.kernels.spec import PackedStatistics, unpack
+from multibn.kernels.spec import OPTIONS, PackedStatistics, options_of, unpack
 from multibn.torch_backend._torch_private import FakeTensor, call_context, captures_cuda_graphs
 from multibn.torch_backend.layer import autograd, validation
 
@@ -72,6 +72,9 @@ def is_compiling_or_fake(x: Any, /) -> bool:
 
 
 _LIBRARY = torch.library.Library("multibn", "DEF")
+# The options of `NormArgs` in a schema.
+_KINDS: Any = {float: "float", bool: "bool", tuple[int, ...]: "int[]"}
+_OPTIONS = ", ".join(f"{_KINDS[NormArgs.__annotations__[name]]} {name}" for name in OPTIONS)
 
 
 def operator(
@@ -122,7 +125,7 @@ class _Step:
 
     def __init__(self, text: str) -> None:
         (
-            self.layer, self.num_channels, self.weighting, self.convention, self.axis, self.relu,
+            self.layer, self.num_channels, self.weighting, self.convention, self.axis, self.options,
             self.needs_gradient, self.copied, self.error, _, sizes,
         ) = literal_eval(text)  # fmt: skip
         self._text, self._has_sizes = text, bool(sizes)  # else these may change from call to call
@@ -136,7 +139,7 @@ class _Step:
         if plan is not None and context == self._context:
             return plan
         x, communicator, self._context = args.x, _layers[self.layer], context
-        key = self._text, context, *(() if self._has_sizes else (x.shape, x.stride(), args.eps))
+        key = self._text, context, *(() if self._has_sizes else (x.shape, x.stride()))
         plan = getattr(communicator, "plans", {}).get(key)
         if plan is None:
             with torch.no_grad():
@@ -185,18 +188,18 @@ def _forward_sums_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 @operator(
-    "forward_sums(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? mask, "
+    "forward_sums(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, "
     "Tensor(a!)? running_mean, Tensor(b!)? running_var, float? momentum, Tensor(c!)? num_batches, "
     "str text, Tensor? after) -> (Tensor, Tensor)",
     _forward_sums_like,
 )
 def _forward_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the coefficients of the output, and the statistics in one tensor. Collective."""
-    x, weight, bias, eps, mask, mean, var, momentum, num_batches, text, _ = arguments
+    x, weight, bias, mask, mean, var, momentum, num_batches, text, _ = arguments
     step, running = _step(text), None
     if mean is not None:
         running = _new(Running, (mean, var, momentum, step.convention, num_batches))
-    args = _new(NormArgs, (x, weight, bias, eps, step.axis, step.relu, mask, None, running))
+    args = _new(NormArgs, (x, weight, bias, *step.options, mask, None, running))
     if not x.is_cpu:
         args = autograd.with_kernel_layout(args)
     coefficients, batch = step.plan(args).forward(args)
@@ -216,16 +219,16 @@ def _backward_sums_like(dy: Tensor, x: Tensor, weight: Any, bias: Any, *others: 
 
 
 @operator(
-    "backward_sums(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? mask, "
-    "Tensor? y, Tensor numbers, bool needs_dx, str text, Tensor? after)"
+    "backward_sums(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor? y, "
+    "Tensor numbers, bool needs_dx, str text, Tensor? after)"
     " -> (Tensor, Tensor, Tensor)",
     _backward_sums_like,
 )
 def _backward_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of weight and bias, and the coefficients of that of `x`. Collective."""
-    dy, x, weight, bias, eps, mask, y, numbers, needs_dx, text, _ = arguments
+    dy, x, weight, bias, mask, y, numbers, needs_dx, text, _ = arguments
     step = _step(text)
-    args = _new(NormArgs, (x, weight, bias, eps, step.axis, step.relu, mask, None, None))
+    args = _new(NormArgs, (x, weight, bias, *step.options, mask, None, None))
     if not x.is_cpu:
         args = autograd.with_kernel_layout(args)
     plan = step.plan(args, backward=True)
@@ -259,23 +262,25 @@ def _mask(*arguments: Any) -> Tensor:
 
 
 @operator(
-    "forward(Tensor x, Tensor? weight, Tensor? bias, float eps, int[] axis, bool relu, "
-    "Tensor? mask, Tensor? residual, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "float? momentum, str? convention, Tensor(c!)? num_batches, SymInt num_channels, str layer, "
-    "str weighting) -> Tensor[]"
+    "forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor? residual, "
+    "Tensor(a!)? running_mean, Tensor(b!)? running_var, float? momentum, str? convention, "
+    f"Tensor(c!)? num_batches, SymInt num_channels, str layer, str weighting, {_OPTIONS})"
+    " -> Tensor[]"
 )
 def _forward(*arguments: Any) -> list[Tensor]:
     """Return the output, and the numbers of `BatchStatistics`. Collective."""
-    x, weight, bias, eps, axis, relu, mask, residual, *moved = arguments[:13]
-    num_channels, layer, weighting = arguments[13:]
+    x, weight, bias, mask, residual, *moved = arguments[:10]
+    num_channels, layer, weighting, *options = arguments[10:]
     running = None if moved[0] is None else Running(*moved)
-    args = NormArgs(x, weight, bias, eps, tuple(axis), relu, mask, residual, running)
+    options = [tuple(v) if isinstance(v, list) else v for v in options]
+    others: Any = {"mask": mask, "residual": residual, "running": running}
+    args = NormArgs(x, weight, bias, *options, **others)
     needed = torch.is_grad_enabled() and x.requires_grad
     tensors = [v for v in (x, weight, bias, mask, *moved[:2]) if v is not None]
     kinds = [(str(v.dtype), str(v.device)) for v in tensors]
-    sizes = [eps, *(n for v in tensors for n in v.shape)]
+    sizes = [n for v in tensors for n in v.shape]
     # On a GPU a plan depends on strides, too, which inductor may choose.
-    is_fixed = x.is_cpu and all(type(n) in (int, float) for n in sizes)
+    is_fixed = x.is_cpu and all(type(n) is int for n in sizes)
     error = None
     try:
         validation.check_input(x, num_channels)
@@ -283,10 +288,10 @@ def _forward(*arguments: Any) -> list[Tensor]:
     except (TypeError, ValueError) as caught:  # which all ranks are to learn when the code runs
         error = isinstance(caught, ValueError), str(caught)
     text = repr((
-        layer, int(num_channels), weighting, moved[3], args.axis, relu, needed,
+        layer, int(num_channels), weighting, moved[3], args.axis, options_of(args), needed,
         captures_cuda_graphs(), error, kinds, sizes if is_fixed else (),
     ))  # fmt: skip
-    plan = _Traced(text, args.axis, relu, eps, weighting, _layers[layer])
+    plan = _Traced(text, options_of(args), weighting, _layers[layer])
     if error is None:
         y, batch = autograd.apply((plan, args), x, weight, bias, residual)
     else:
@@ -299,16 +304,14 @@ class _Traced(NamedTuple):
     """A plan for the autograd node: operators, and operations that are compiled."""
 
     text: str
-    axis: tuple[int, ...]
-    relu: bool
-    eps: float
+    options: tuple[Any, ...]
     weighting: Weighting
     communicator: Communicator
 
     def forward_sums(self, args: NormArgs) -> tuple[Tensor, PackedStatistics]:
         """Return the coefficients and the statistics."""
         mean, var, momentum, _, num_batches = args.running or (None,) * 5
-        of_input = args.x, args.weight, args.bias, self.eps, args.mask, mean, var, momentum
+        of_input = args.x, args.weight, args.bias, args.mask, mean, var, momentum
         of_step = torch.ops.multibn.forward_sums, *of_input, num_batches, self.text
         coefficients, numbers = _call(*of_step, runs_again=False)
         return coefficients, PackedStatistics(numbers, tuple(coefficients.shape[1:]))
@@ -322,7 +325,7 @@ class _Traced(NamedTuple):
         if bias is not None and args.weight is not None and bias.dtype == args.weight.dtype:
             bias = args.weight  # for dtype and shape: `bias` need not be kept for this pass
         _recompute_relu_masks()
-        of_input = g.dy, args.x, args.weight, bias, self.eps, args.mask, g.y
+        of_input = g.dy, args.x, args.weight, bias, args.mask, g.y
         of_step = g.batch.numbers, g.needs_dx, self.text
         dweight, dbias, found = _call(torch.ops.multibn.backward_sums, *of_input, *of_step)
         dx = None

@@ -56,11 +56,12 @@ def normalize_local(
 
 
 def evaluate_local(
-    function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor | None
+    function: Callable[..., Tensor], args: NormArgs, /, *statistics: Tensor | None
 ) -> Tensor:
-    """Apply `function` to the local tensors. The output is like `x`."""
-    layout = _layout(x)
-    return _wrap_output(x, function(_local(x), *(_parameter(p, *layout) for p in parameters)))
+    """Apply `function` to the local tensors. The output is like the input."""
+    layout = _layout(args.x)
+    local = (_parameter(v, *layout) for v in statistics)
+    return _wrap_output(args.x, function(_localize(args, *layout), *local))
 
 
 def buffer(x: Any, /) -> Any:

@@ -11,12 +11,11 @@ from torch.overrides import TorchFunctionMode
 from multibn._typing import Nonfinite, Weighting, check_number
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
-from multibn.engine import statistics
 from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference, steps
-from multibn.kernels.spec import unpack
+from multibn.kernels.spec import OPTIONS, unpack
 from multibn.options import NormOptions
 from multibn.torch_backend._torch_private import IS_EXPORTING, MAKE_FX, get_dispatch_mode
 from multibn.torch_backend.layer import autograd, compiled, dtensors, validation
@@ -232,12 +231,12 @@ def _forward_compiled(
             validation.check_options(args)
         except ValueError as error:  # of a layer with data, whose other ranks may have some
             validation.raise_on_all_ranks(error, args.x, num_channels, communicator)
-    x, weight, bias, eps, axis, relu, mask, residual, running = args
+    x, mask, running = args.x, args.mask, args.running
     step_accumulator = running if isinstance(running, StepAccumulator) else None
     moved = (None,) * 5 if running is None or step_accumulator is not None else running
     y, *numbers = torch.ops.multibn.forward(
-        *(x, weight, bias, eps, axis, relu, mask, residual, *moved),
-        *(num_channels, communicator.operator_name, weighting),
+        *(x, args.weight, args.bias, mask, args.residual, *moved),
+        *(num_channels, communicator.operator_name, weighting, *args[3 : 3 + len(OPTIONS)]),
     )
     batch = BatchStatistics(*numbers)
     if step_accumulator is not None:
@@ -246,40 +245,32 @@ def _forward_compiled(
     return y, batch
 
 
-def normalize_with_running_stats(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    /,
-    *,
-    eps: float,
-) -> Tensor:
-    """Normalize `x` with running statistics of the shape of axes 1.. of `x`. Not collective.
+def normalize_with_running_stats(args: NormArgs, mean: Any, var: Any, /) -> Tensor:
+    """Normalize an input with running statistics of the shape of its channels. Not collective.
 
     Without them, by the statistics of this process's batch, as torch computes them.
     """
-    if running_mean is None or running_var is None:
-        return align_gradient(F.batch_norm(x, None, None, weight, bias, training=True, eps=eps))
-    if dtensors.contains_dtensor((x, weight, running_mean)):
-        function = partial(normalize_with_running_stats, eps=eps)
-        return dtensors.evaluate_local(function, x, weight, bias, running_mean, running_var)
+    weight, bias = args.weight, args.bias
+    if dtensors.contains_dtensor((args.x, weight, mean)):
+        return dtensors.evaluate_local(normalize_with_running_stats, args, mean, var)
+    x = reference.masked(args.x, args.mask)  # the gradients of weight and bias would be NaN
     wide = torch.promote_types(x.dtype, torch.float32)
-    parameters = {p.dtype for p in (weight, bias, running_mean) if p is not None}
-    if running_mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}:
+    parameters = {p.dtype for p in (weight, bias, mean) if p is not None}
+    by_batch = mean is None or var is None
+    if by_batch or (mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}):
         is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        if is_eager and torch.is_grad_enabled():  # these may move before the backward pass
-            running_mean, running_var = running_mean.clone(), running_var.clone()
-        return align_gradient(F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps))
+        if is_eager and torch.is_grad_enabled() and not by_batch:
+            mean, var = mean.clone(), var.clone()  # may move before the backward pass
+        y: Tensor = F.batch_norm(x, mean, var, weight, bias, by_batch, eps=args.eps)
+        y = align_gradient(y)
+        y = y if args.residual is None else y + args.residual
+        return reference.masked(y.relu() if args.relu else y, args.mask)
     # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
     # inputs with splits.
-    axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
-    args = NormArgs(x, weight, bias, eps, axis)
     validation.check_options(args)
-    mean, var = map(steps.as_wide, (running_mean, running_var))
-    y: Tensor = reference.normalize(args, BatchStatistics(mean, var, mean, mean))
-    return y
+    mean, var = steps.as_wide(mean), steps.as_wide(var)
+    normalized: Tensor = reference.normalize(args, BatchStatistics(mean, var, mean, mean))
+    return normalized
 
 
 def align_gradient(y: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
-from multibn.kernels import reference
 from multibn.torch_backend._torch_private import is_exporting_or_tracing
 from multibn.torch_backend.layer import autograd, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
@@ -122,7 +121,6 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     converted_from: type[_BatchNorm] | None = None
     # The ranks before a conversion, if the layer shared with some: see `convert_sync_batchnorm`.
     original_process_group: Communicator | None = None
-    fuse_relu = False  # the value in layers that were converted
     # Numbers of dimensions that take the short way, as `_check_input_dim` need not be asked.
     _fast_path_ndims: Collection[int] = range(2, 6)
     _num_splits = 1  # see `convert_sub_batchnorm`
@@ -201,8 +199,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             layer_communicator = self.local_communicator(input)
             by_batch = not (mask is lengths is None and is_exporting_or_tracing())
         where = validation.mask_of(input, mask, lengths, self.num_features, layer_communicator)
+        args = self._as_input(input, residual, where)
         if by_batch:
-            args = self._as_input(input, residual, where)
             if self.training and self._num_splits > 1:
                 return self.forward_splits(args, self.num_features)
             return functional.normalize_with_batch_stats(
@@ -210,13 +208,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             )[0]
         validation.check_input(input, self.num_features)
         if residual is not None:
-            validation.check_options(self._as_input(input, residual))
-        x = reference.masked(input, where)  # the gradients of weight and bias would be NaN
-        y = functional.normalize_with_running_stats(
-            x, self.weight, self.bias, mean, var, eps=self.eps
-        )
-        y = y if residual is None else y + residual
-        return reference.masked(y.relu() if self.fuse_relu else y, where)
+            validation.check_options(args)
+        return functional.normalize_with_running_stats(args, mean, var)
 
     def forward_splits(
         self, args: NormArgs, num_channels: int, momentum: float | None = None
@@ -249,29 +242,6 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
                 )
                 ys.append(y)
         return torch.cat(ys)
-
-    def _as_input(
-        self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
-    ) -> NormArgs:
-        """Build NormArgs for this call; in training, include the running statistics to update."""
-        running = running_stats_of(self, self.running_var_convention) if self.training else None
-        parameters = self._parameters  # as in `running_stats_of`
-        if "weight" in parameters and "bias" in parameters:
-            weight, bias = parameters["weight"], parameters["bias"]
-        else:  # parametrized
-            weight, bias = self.weight, self.bias
-        axis = 0, *range(2, getattr(x, "ndim", 2))  # as `validation.non_channel_axes`
-        return NormArgs(
-            x=x,
-            weight=weight,
-            bias=bias,
-            eps=self.eps,
-            axis=axis,
-            relu=self.fuse_relu,
-            mask=mask,
-            residual=residual,
-            running=running,
-        )
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):

@@ -1,6 +1,7 @@
 """Batch normalization of each part of a batch by its own statistics (sub-batch, ghost BN)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn._arrays import is_on_host, values
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_int
 from multibn.communicators import Communicator, CommunicatorLike
-from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import reduced_axes
 from multibn.torch_backend._torch_private import is_exporting_or_tracing
 from multibn.torch_backend.layer import compiled, functional, validation
-from multibn.torch_backend.layer.autograd import (
-    disable_dispatch_modes_in_recompute,
-    running_stats_of,
-)
+from multibn.torch_backend.layer.autograd import disable_dispatch_modes_in_recompute
 from multibn.torch_backend.layer.base import LOCAL, SyncNormBase, has_hooks, updates_running
 from multibn.torch_backend.layer.modules import call_node
 
@@ -126,18 +123,18 @@ class _SubBatchNorm(SyncNormBase):
         x = input
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
             x = input.unflatten(0, (input.shape[0] // num_splits, num_splits))
-        channels = self._channels()
-        axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
-        args = NormArgs(x, self.weight, self.bias, 0.0, axis)  # eps is the part's
+        normalize = partial(self._normalize, part, communicator)
         if isinstance(part, SubBatchNormPart) and not has_hooks(part):
-            y = part(x, lambda x: self._normalize(part, args._replace(x=x), communicator))
+            y = part(x, normalize)
             return y.flatten(0, 1) if self.training else y
 
         # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
         # axis 1, neither weight nor bias. In channels_last, the splits must be copied for that.
+        channels = self._channels()
+
         def normalize_flat(x: Tensor) -> Tensor:
-            own = args._replace(x=x.unflatten(1, channels), weight=None, bias=None)
-            return self._normalize(part, own, communicator).flatten(1, len(channels))
+            y = normalize(x.unflatten(1, channels), is_affine=False)
+            return y.flatten(1, len(channels))
 
         options = {"normalize": normalize_flat} if isinstance(part, SubBatchNormPart) else {}
         y = z = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
@@ -145,27 +142,27 @@ class _SubBatchNorm(SyncNormBase):
             z = z if p is None else apply(z, p.view(-1, *[1] * (z.ndim - 2)))
         return z.to(y.dtype)
 
-    def _normalize(self, part: Any, args: NormArgs, communicator: Communicator) -> Tensor:
-        """The arithmetic of a call of `part`. From axis 1, `args.x` has the axes of `_channels`."""
-        channels = self._channels()
-        weight, bias = args.weight, args.bias
+    def _normalize(
+        self, part: Any, communicator: Communicator, x: Tensor, *, is_affine: bool = True
+    ) -> Tensor:
+        """The arithmetic of a call of `part`. From axis 1, `x` has the axes of `_channels`."""
+        channels, args = self._channels(), self._as_input(x, part=part)
+        weight, bias = (args.weight, args.bias) if is_affine else (None, None)
         if self.training:  # autograd adds up the splits' gradients
             weight = None if weight is None else weight.repeat(self.num_splits, 1)
             bias = None if bias is None else bias.repeat(self.num_splits, 1)
+        axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
+        args = args._replace(weight=weight, bias=bias, axis=axis)
         # Without running statistics, exported programs use torch's own batch norm.
         is_kept = part.running_mean is not None or (not self.training and is_exporting_or_tracing())
         if is_kept and not part.training:
             kept = part.running_mean, part.running_var
             statistics = (None if v is None else v.view(channels) for v in kept)
-            return functional.normalize_with_running_stats(
-                args.x, weight, bias, *statistics, eps=part.eps
-            )
-        running: Any = running_stats_of(part, self.running_var_convention)
-        args = args._replace(weight=weight, bias=bias, eps=part.eps, running=running)
+            return functional.normalize_with_running_stats(args, *statistics)
         # To a pass over all splits together, these are the channels of axis 1.
-        sharing = args.x.shape[1], communicator
+        sharing = x.shape[1], communicator
         y, batch = functional.normalize_with_batch_stats(args, *sharing, weighting=self.weighting)
-        if self.training and updates_running(running, args.x):
+        if self.training and updates_running(args.running, x):
             with disable_dispatch_modes_in_recompute():
                 self.aggregate_stats(batch.count)
         return y

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from multibn.engine.plan import NormArgs
 from multibn.kernels import Running
 from multibn.torch_backend.layer import functional, validation
 from multibn.torch_backend.layer.autograd import disable_dispatch_modes_in_recompute
@@ -36,8 +37,9 @@ class _SyncInstanceNorm(SyncGroupsBase, _NormBase):
                     torch.ops.multibn.update_running(*running, *means, batch.count, batch.count)
         else:
             validation.check_input(x, self.num_features)
-            parameters = self.weight, self.bias, mean, var
-            y = functional.normalize_with_running_stats(x, *parameters, eps=self.eps)
+            axis = validation.non_channel_axes(x)
+            args = NormArgs(x, self.weight, self.bias, self.eps, axis)
+            y = functional.normalize_with_running_stats(args, mean, var)
         return y.squeeze(0) if is_sample else y
 
 
