@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from multibn import torch_backend
+from multibn._typing import Nonfinite, RunningVar, Weighting
 from tests.helpers import require
+from tests.helpers.spread import REFUSED
 
 NEEDS = "torch"
 
@@ -42,7 +44,6 @@ _NOT_INTS = (2.5, nan, inf, "2", True)
 _NOT_NUMBERS = (nan, "0.5", True)
 NUMBER = Wrong((*_NOT_NUMBERS, inf, None))
 POSITIVE = Wrong((0, -0.5, *NUMBER.values))
-EPS = Wrong((1e-40, *POSITIVE.values))  # subnormal in float32
 SHARE = Wrong((-0.1, 1.1, *NUMBER.values))  # in [0, 1]
 PROBABILITY = Wrong((-0.1, 1.0, *NUMBER.values))  # in [0, 1)
 ANY_INT = Wrong((*_NOT_INTS, None))
@@ -61,13 +62,11 @@ GROUP = Wrong((0, -1, 2.5, "nothing", True, [0, 0]), "a communicator must|a grou
 _RULES = {
     "process_group comm parent obj": GROUP,
     "spec": Wrong((None, *GROUP.values), GROUP.named),
-    "eps": EPS,
-    "momentum": Wrong(SHARE.values[:-1]),  # None: the cumulative average
+    **{name: Wrong(values) for name, values in REFUSED.items()},
     "decay": SHARE,
-    "weighting running_var avg_var communication_backend how": CHOICE,
-    "estimator nonfinite": CHOICE,
+    "running_var communication_backend how estimator": CHOICE,
     "mode norm name pool_mode head_act respath_fuse pre_q_fusion drop_path_mode": CHOICE,
-    "num_features num_splits num_samples num_iters every_n_epochs": POSITIVE_INT,
+    "num_features num_samples num_iters every_n_epochs": POSITIVE_INT,
     "interval crop_size num_frames in_channels num_classes embed_dim num_heads": POSITIVE_INT,
     "depth dim": POSITIVE_INT,
     "num_sync_devices": Wrong(_NOT_INTS),
@@ -278,8 +277,12 @@ def _wrong(built: Any) -> Iterator[tuple[str, Any, str]]:
         parameters = {**inspect.signature(taker).parameters, **parameters}
     for name, own in parameters.items():
         is_bool = own.annotation in (bool, bool | None)
-        rule = RULES.get(name, BOOL if is_bool else None)
-        assert rule, f"_RULES must say which values of `{name}` {_name(built)} refuses"
+        is_choice = own.annotation in (Weighting, RunningVar, Nonfinite)
+        rule = RULES.get(name, BOOL if is_bool else CHOICE if is_choice else None)
+        assert rule, (
+            f"_RULES, or of an option REFUSED of tests/helpers/spread.py, must say which values of "
+            f"`{name}` {_name(built)} refuses"
+        )
         if f"{_name(built)}({name}=)" in EXEMPT:
             continue
         takes_none = own.default is None or type(None) in get_args(own.annotation)

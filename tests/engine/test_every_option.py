@@ -5,8 +5,9 @@ samples and of elements, take two steps and evaluate; a float64 oracle that know
 what must come out.
 """
 
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from multibn import chainer_backend as cb
 from multibn import torch_backend as tb
+from multibn.options import NormOptions
 from multibn.parity import oracle
+from multibn.torch_backend.layer.base import SharingOptions
 from tests.helpers.ranks import run_ranks
 from tests.helpers.spread import OTHERS
 from tests.torch_backend.convert.test_class_swap import Activated, Copied
@@ -32,6 +35,8 @@ C, LOCK = 3, threading.Lock()
 WEIGHT, BIAS = np.array([1.5, -0.5, 1.0]), np.array([0.5, 0.1, -1.0])
 # torch's own eps would hide a call without any.
 DEFAULTS: dict[str, Any] = vars(tb.SyncBatchNorm.Options(eps=0.1))
+SHARING = " ".join(SharingOptions.__annotations__)
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def _batch(rank: int, seed: int) -> np.ndarray[Any, Any]:
@@ -47,6 +52,12 @@ def _of(o: dict[str, Any], names: str) -> dict[str, Any]:
     return {name: o[name] for name in names.split()}
 
 
+def _taken(function: Callable[..., Any], options: Iterable[str]) -> set[str]:
+    """The options that are keywords of a function."""
+    parameters = inspect.signature(function).parameters
+    return {name for name in options if name in parameters and parameters[name].kind == KEYWORD}
+
+
 def _bn(kind: Any, o: dict[str, Any]) -> Any:
     layer = kind(C, **_of(o, "eps momentum affine track_running_stats"), dtype=torch.float64)
     if not o["bias"]:
@@ -57,20 +68,18 @@ def _bn(kind: Any, o: dict[str, Any]) -> Any:
 
 
 def _convert(kind: Any, comm: Any, o: dict[str, Any]) -> Any:
-    options = _of(o, "weighting running_var nonfinite")
-    return tb.convert_sync_batchnorm(_bn(kind, o), comm, **options)
+    return tb.convert_sync_batchnorm(_bn(kind, o), comm, **_of(o, SHARING))
 
 
 def _build(kind: Any, names: str, comm: Any, o: dict[str, Any], **more: Any) -> Any:
-    options = _of(o, "eps momentum affine bias track_running_stats weighting running_var nonfinite")
-    options |= _of(o, names) | more
+    options = _of(o, f"eps momentum affine bias track_running_stats {SHARING} {names}") | more
     return kind(num_features=C, process_group=comm, dtype=torch.float64, **options)
 
 
 def _split(comm: Any, o: dict[str, Any]) -> Any:
     """Two parts by default: one part is no split layer."""
     layer = tb.convert_sub_batchnorm(_bn(nn.BatchNorm1d, o), 1 + o["num_splits"])
-    layer.configure(layer.process_group, **_of(o, "weighting running_var nonfinite"))
+    layer.configure(layer.process_group, **_of(o, SHARING))
     return layer
 
 
@@ -82,7 +91,8 @@ class Function(nn.Module):
 
     def __init__(self, comm: Any, o: dict[str, Any]) -> None:
         super().__init__()
-        self.options = {name: o[name] for name in ("eps", "weighting", "nonfinite")}
+        names = _taken(tb.sync_batch_norm, o) - {"momentum", "running_var"}  # of its own tensors
+        self.options = {name: o[name] for name in names}
         self.comm = comm
         for name, wanted in (("weight", o["affine"]), ("bias", o["affine"] and o["bias"])):
             p = nn.Parameter(torch.zeros(C, dtype=torch.float64)) if wanted else None
@@ -92,6 +102,9 @@ class Function(nn.Module):
         call = partial(tb.sync_batch_norm, process_group=self.comm, **self.options)
         return call(x, self.weight, self.bias)[0]
 
+
+# Options that Chainer's link has neither under this nor under another name.
+LINK_LACKS = DEFAULTS.keys() - vars(NormOptions()) - {"momentum", "affine", "bias", "running_var"}
 
 Make = Callable[[Any, dict[str, Any]], Any]
 Way: TypeAlias = tuple[str, str, str]
@@ -119,8 +132,8 @@ LACKS = {
     "own call": "nonfinite fuse_relu num_splits",
     "split": "nonfinite fuse_relu weighting",
     "function": "nonfinite fuse_relu num_splits momentum running_var track_running_stats",
-    "link": "nonfinite num_splits track_running_stats",
-    "converted link": "nonfinite num_splits track_running_stats fuse_relu",
+    "link": " ".join(["nonfinite", *LINK_LACKS]),
+    "converted link": " ".join(["nonfinite", "fuse_relu", *LINK_LACKS]),
 }
 
 
@@ -232,11 +245,11 @@ def _train_link(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[st
     words: dict[str, Any] = {"use_gamma": o["affine"], "use_beta": o["affine"] and o["bias"]}
     words |= {"avg_var": o["running_var"], "decay": 1 - (o["momentum"] or 0)}
     words |= {"initial_gamma": WEIGHT, "initial_beta": BIAS, "dtype": np.float64}
-    words |= _of(o, "eps weighting nonfinite fuse_relu")
+    words |= _of(o, " ".join(vars(NormOptions())))
     if way[0] == "link":
         link: Any = cb.MultiNodeBatchNormalization(C, comm, **words)
     else:
-        given = {name: words.pop(name) for name in ("avg_var", "weighting", "nonfinite")}
+        given = {name: words.pop(name) for name in _taken(cb.create_mnbn_model, words)}
         del words["fuse_relu"]
         link = cb.create_mnbn_model(chainer.links.BatchNormalization(C, **words), comm, **given)
     link.avg_var[:] = 1
@@ -260,7 +273,8 @@ def _normalized(
 ) -> oracle.Result:
     """The normalized samples of ranks that share their statistics, in the n-th step."""
     xs, dys = ([v[n][rank][samples] for rank, samples in parts] for v in (XS, DYS))
-    run = partial(oracle.batch_norm, xs, eps=o["eps"], weighting=o["weighting"])
+    options: Any = {name: o[name] for name in _taken(oracle.batch_norm, o)}
+    run: Any = partial(oracle.batch_norm, xs, **options)
     result = run(dys, weight, bias)
     if not o["fuse_relu"]:
         return result
@@ -306,7 +320,8 @@ def _expected(name: str, o: dict[str, Any]) -> list[dict[str, Any]]:
             alone = _normalized([(rank, whole)], 0, o, weight, bias)
             mean, var = alone.mean, alone.var
         x = XS[0][rank]
-        options: Any = {"eps": o["eps"], "mask": np.ones((len(x), x.shape[2]), bool)}
+        options: Any = {name: o[name] for name in _taken(oracle.normalize, o)}
+        options |= {"mask": np.ones((len(x), x.shape[2]), bool)}
         y = oracle.normalize(x, mean, var, weight, bias, **options)
         found["evaluation"] = np.maximum(y, 0) if o["fuse_relu"] else y
     return ranks

@@ -1,10 +1,13 @@
 """Cases for pytest.mark.parametrize: products that do not multiply, and every option."""
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 from multibn.engine.masks import WEIGHTINGS
+
+nan, inf = math.nan, math.inf
 
 # The options of a layer, each with values that are not the default.
 OTHERS: dict[str, list[Any]] = {
@@ -18,6 +21,13 @@ OTHERS: dict[str, list[Any]] = {
     "nonfinite": ["skip"],
     "fuse_relu": [True],
     "num_splits": [2],
+}
+
+# What a number among them must refuse; choices and flags have one rule each.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "eps": (1e-40, 0, -0.5, nan, "0.5", True, inf, None),  # 1e-40: subnormal in float32
+    "momentum": (-0.1, 1.1, nan, "0.5", True, inf),  # None: the cumulative average
+    "num_splits": (0, -1, 2.5, nan, inf, "2", True, None),
 }
 
 

@@ -7,11 +7,9 @@ from typing import Any, NoReturn, TypeVar
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from multibn._typing import (
-    Nonfinite,
-    RunningVar,
-    Weighting,
     check_bool,
     check_int,
     list_obstacles,
@@ -23,7 +21,15 @@ from multibn.engine.running import is_running_statistic
 from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import data_parallel, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
-from multibn.torch_backend.layer.base import LOCAL, LayerOptions, SyncNormBase, check_module
+from multibn.torch_backend.layer.base import (
+    LOCAL,
+    LayerOptions,
+    SharingOptions,
+    SyncNormBase,
+    check_module,
+    sharing_options,
+    takes_sharing_options,
+)
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node, without_none
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNormPart
 from multibn.torch_backend.norms.batch_renorm import SyncBatchRenormBase
@@ -80,14 +86,13 @@ class BatchNorm(_BatchNorm):
 class_swap.CLASSES[BatchNorm] = SyncBatchNorm  # whose masks, residuals and dtypes it takes
 
 
+@takes_sharing_options
 def convert_sync_batchnorm(
     module: _Model,
     process_group: CommunicatorLike = None,
     *,
-    weighting: Weighting = "element",
-    running_var: RunningVar = "unbiased_global",
-    nonfinite: Nonfinite = None,
     strict: bool = False,
+    **options: Unpack[SharingOptions],
 ) -> _Model:
     """Convert every batch norm layer of a model, including subclasses of torch's.
 
@@ -140,7 +145,7 @@ def convert_sync_batchnorm(
     >>> type(model[1]).__name__, isinstance(model[1], nn.BatchNorm2d)
     ('SyncBatchNorm2d', True)
     """
-    options: Any = {"weighting": weighting, "running_var": running_var, "nonfinite": nonfinite}
+    options = sharing_options(options)
     SyncBatchNorm(1, process_group=process_group, **options)
     layers = _find(module, strict)
     if kept := _options_mismatch(module, layers, process_group, options):
@@ -161,7 +166,7 @@ def convert_sync_batchnorm(
 
 
 def _options_mismatch(
-    module: nn.Module, layers: list[_BatchNorm], process_group: Any, options: dict[str, Any]
+    module: nn.Module, layers: list[_BatchNorm], process_group: Any, options: SharingOptions
 ) -> dict[str, str]:
     """Return already synchronized layers whose options differ from the requested ones, by path."""
     asked = {name: v for name, v in options.items() if v != getattr(LayerOptions, name)}

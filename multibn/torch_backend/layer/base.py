@@ -1,16 +1,18 @@
 """SyncNormBase, the base class of the synchronized layers: ranks, options, name and buffers."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import Unpack
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import (
@@ -29,6 +31,8 @@ from multibn.kernels import Running
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, dtensors
 from multibn.torch_backend.layer.autograd import running_stats_of
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: This process alone, known to compiled code; the group of ghost norms that were given none.
 LOCAL = SingleProcess()
@@ -101,6 +105,36 @@ class LayerOptions(NormOptions):
         check_int("num_splits", self.num_splits)
 
 
+class SharingOptions(TypedDict, total=False):
+    """Options that constructors and conversions of batch norms have alike, see `LayerOptions`."""
+
+    weighting: Weighting
+    running_var: RunningVar
+    nonfinite: Nonfinite
+
+
+def sharing_options(given: Any, options: type[NormOptions] = LayerOptions) -> Any:
+    """Return `given`, and the defaults of the other `SharingOptions` that `options` has."""
+    names = [name for name in SharingOptions.__annotations__ if hasattr(options, name)]
+    for name in given.keys() - names:
+        raise TypeError(
+            f"got an unexpected keyword argument '{name}': expected {', '.join(names)}."
+        )
+    return {name: getattr(options, name) for name in names} | given
+
+
+def takes_sharing_options(function: _Function) -> _Function:
+    """Have the signature of `function` list the names in its `**options`, for `help`."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[:-1]
+    for name, kind in SharingOptions.__annotations__.items():
+        default = getattr(LayerOptions, name)
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
 class SyncNormBase(nn.Module):
     """Base class of the layers that share statistics: the ranks, and the options."""
 
@@ -116,13 +150,13 @@ class SyncNormBase(nn.Module):
     nonfinite: Nonfinite = None
     fuse_relu = False  # the value in layers that were converted
 
-    def configure(self, process_group: CommunicatorLike, **options: Any) -> None:
+    def configure(self, process_group: CommunicatorLike, **options: Unpack[SharingOptions]) -> None:
         """Set the ranks and options of `Options`, see `SyncBatchNorm`. Not collective."""
         self.compared = {}
         # An attribute that came and went would make compiled code recompile.
         self.step_accumulator = None
         self.process_group = process_group
-        for name, value in options.items():
+        for name, value in sharing_options(options, self.Options).items():
             setattr(self, self.Options.attributes.get(name, name), value)
         self.norm_options.check()
 

@@ -6,15 +6,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from typing_extensions import Unpack
 
-from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_int
+from multibn._typing import check_bool, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.torch_backend._torch_private import is_exporting_or_tracing
 from multibn.torch_backend.layer import autograd, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
-from multibn.torch_backend.layer.base import LOCAL, SyncNormBase
+from multibn.torch_backend.layer.base import (
+    LOCAL,
+    SharingOptions,
+    SyncNormBase,
+    takes_sharing_options,
+)
 from multibn.torch_backend.layer.step_statistics import step_statistics
 
 
@@ -126,6 +132,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     _num_splits = 1  # see `convert_sub_batchnorm`
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # set where the converters are exported
 
+    @takes_sharing_options
     def __init__(
         self,
         num_features: int,
@@ -138,10 +145,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        weighting: Weighting = "element",
-        running_var: RunningVar = "unbiased_global",
-        nonfinite: Nonfinite = None,
         fuse_relu: bool = False,
+        **options: Unpack[SharingOptions],
     ) -> None:
         check_int("num_features", num_features)
         check_bool(affine=affine, bias=bias, track_running_stats=track_running_stats)
@@ -151,7 +156,6 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
         self.fuse_relu = fuse_relu
-        options: Any = {"weighting": weighting, "running_var": running_var, "nonfinite": nonfinite}
         self.configure(process_group, **options)
 
     def forward(

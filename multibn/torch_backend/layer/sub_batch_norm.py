@@ -7,15 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import Unpack
 
 from multibn._arrays import is_on_host, values
-from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, check_int
+from multibn._typing import check_bool, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.statistics import reduced_axes
 from multibn.torch_backend._torch_private import is_exporting_or_tracing
 from multibn.torch_backend.layer import compiled, functional, validation
 from multibn.torch_backend.layer.autograd import disable_dispatch_modes_in_recompute
-from multibn.torch_backend.layer.base import LOCAL, SyncNormBase, has_hooks, updates_running
+from multibn.torch_backend.layer.base import (
+    LOCAL,
+    SharingOptions,
+    SyncNormBase,
+    has_hooks,
+    takes_sharing_options,
+    updates_running,
+)
 from multibn.torch_backend.layer.modules import call_node
 
 _STATISTICS = ("running_mean", "running_var")
@@ -46,6 +54,7 @@ class _SubBatchNorm(SyncNormBase):
     weight: Tensor | None
     bias: Tensor | None
 
+    @takes_sharing_options
     def __init__(
         self,
         num_splits: int,
@@ -59,9 +68,7 @@ class _SubBatchNorm(SyncNormBase):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        weighting: Weighting = "element",
-        running_var: RunningVar = "unbiased_global",
-        nonfinite: Nonfinite = None,
+        **options: Unpack[SharingOptions],
     ) -> None:
         for name, value in (("num_splits", num_splits), ("num_features", num_features)):
             check_int(name, value)
@@ -83,7 +90,6 @@ class _SubBatchNorm(SyncNormBase):
 
         self.bn = make(num_features)
         self.split_bn = make(num_features * num_splits)
-        options: Any = {"weighting": weighting, "running_var": running_var, "nonfinite": nonfinite}
         self.configure(process_group, **options)
         self.reset_parameters()
 

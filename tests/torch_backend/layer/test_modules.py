@@ -1,5 +1,6 @@
 """The torch layer in one process."""
 
+import inspect
 import itertools
 import warnings
 from typing import Any
@@ -18,6 +19,7 @@ from multibn.torch_backend import (
     convert_sync_batchnorm,
     sync_batch_norm,
 )
+from multibn.torch_backend.layer.base import LayerOptions, SharingOptions
 from tests.helpers.ranks import errors_of_rank_0, run_ranks
 from tests.torch_backend.steps import step
 
@@ -335,3 +337,16 @@ def test_a_conversion_refuses_an_eps_that_is_not_positive() -> None:
     """Nothing but eps keeps a constant channel finite."""
     with pytest.raises(ValueError, match=r"`eps` must be in \[1\.18e-38, inf\): got 0\.0"):
         SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3, eps=0.0))
+
+
+@pytest.mark.parametrize("built", [SyncBatchNorm, SubBatchNorm1d, convert_sync_batchnorm])
+def test_options_are_listed_and_others_refused(built: Any) -> None:
+    parameters = inspect.signature(built).parameters
+    for name, kind in SharingOptions.__annotations__.items():
+        assert parameters[name].annotation == kind
+        assert parameters[name].default == getattr(LayerOptions, name)
+    arguments: list[Any] = [1, 2] if built is SubBatchNorm1d else [2]
+    given = [SyncBatchNorm(2)] if built is convert_sync_batchnorm else arguments
+    message = f"argument 'decay': expected {', '.join(SharingOptions.__annotations__)}"
+    with pytest.raises(TypeError, match=message):
+        built(*given, decay=0.9)
