@@ -68,7 +68,9 @@ def _bn(kind: Any, o: dict[str, Any]) -> Any:
 
 
 def _convert(kind: Any, comm: Any, o: dict[str, Any]) -> Any:
-    return tb.convert_sync_batchnorm(_bn(kind, o), comm, **_of(o, SHARING))
+    layer = tb.convert_sync_batchnorm(_bn(kind, o), comm, **_of(o, SHARING))
+    layer.fuse_relu = o["fuse_relu"]
+    return layer
 
 
 def _build(kind: Any, names: str, comm: Any, o: dict[str, Any], **more: Any) -> Any:
@@ -127,9 +129,9 @@ LACKS = {
     "naive": "nonfinite num_splits",
     "renorm": "nonfinite fuse_relu num_splits",
     "sub": "nonfinite fuse_relu",
-    "converted": "nonfinite fuse_relu num_splits",
-    "own forward": "nonfinite fuse_relu num_splits",
-    "own call": "nonfinite fuse_relu num_splits",
+    "converted": "nonfinite num_splits",
+    "own forward": "nonfinite num_splits",
+    "own call": "nonfinite num_splits",
     "split": "nonfinite fuse_relu weighting",
     "function": "nonfinite fuse_relu num_splits momentum running_var track_running_stats",
     "link": " ".join(["nonfinite", *LINK_LACKS]),

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn, serialization
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from multibn.engine.plan import NormArgs
 from multibn.engine.running import StepAccumulator
 from multibn.torch_backend.layer import dtensors, functional, modules, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
@@ -84,6 +85,10 @@ class _Derived(SyncBatchNorm):
         return _new, (self.converted_from,), self.__getstate__()
 
 
+# The arguments of a pass, after `axis`, that torch's batch norm in evaluation stands for.
+_TORCHS = tuple(NormArgs._field_defaults.values())
+
+
 class _OwnForward(_Derived):
     """A layer that calls batch norm and does something of its own before or after."""
 
@@ -95,10 +100,10 @@ class _OwnForward(_Derived):
         if any(isinstance(argument, fx.Proxy) for argument in arguments):
             return call_node(self, *args, **kwargs)
         has_dtensor = dtensors.contains_dtensor((*arguments, self.weight))
-        if not (self.training or has_dtensor):
+        x: Any = next((a for a in arguments if isinstance(a, Tensor)), None)
+        if not (self.training or has_dtensor) and self._as_input(x)[5:] == _TORCHS:
             return self.converted_from.forward(self, *args, **kwargs)
         mode = _SyncBatchNormMode(self)
-        x = next((a for a in arguments if isinstance(a, Tensor)), None)
         try:
             with mode:
                 y = self.converted_from.forward(self, *args, **kwargs)
