@@ -136,7 +136,7 @@ def _torch() -> dict[Call, Call]:
     kinds = [v for v in vars(tb).values() if isinstance(v, type)]
     layers = [v for v in kinds if issubclass(v, SyncNormBase)]
     sub = [v for v in layers if "num_splits" in inspect.signature(v).parameters]
-    found = {
+    found: dict[Call, Call] = {
         **{cls: partial(cls, num_features=3) for cls in layers},
         **{cls: partial(cls, num_splits=2, num_features=3) for cls in sub},
         tb.SyncGroupNorm: partial(tb.SyncGroupNorm, 1, 3),

@@ -17,8 +17,8 @@ from multibn.torch import (
     convert_sync_batchnorm,
     step_statistics,
 )
-from tests.torch_backend.convert.test_class_swap import Activated2d
 from tests.helpers.spread import OTHERS
+from tests.torch_backend.convert.test_class_swap import Activated2d
 
 NEEDS = "torch"
 

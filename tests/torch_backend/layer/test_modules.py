@@ -339,13 +339,13 @@ def test_a_conversion_refuses_an_eps_that_is_not_positive() -> None:
         SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3, eps=0.0))
 
 
-@pytest.mark.parametrize("built", [SyncBatchNorm, SubBatchNorm1d, convert_sync_batchnorm])
+@pytest.mark.parametrize("built", [SyncBatchNorm, SubBatchNorm2d, convert_sync_batchnorm])
 def test_options_are_listed_and_others_refused(built: Any) -> None:
     parameters = inspect.signature(built).parameters
     for name, kind in SharingOptions.__annotations__.items():
         assert parameters[name].annotation == kind
         assert parameters[name].default == getattr(LayerOptions, name)
-    arguments: list[Any] = [1, 2] if built is SubBatchNorm1d else [2]
+    arguments: list[Any] = [1, 2] if built is SubBatchNorm2d else [2]
     given = [SyncBatchNorm(2)] if built is convert_sync_batchnorm else arguments
     message = f"argument 'decay': expected {', '.join(SharingOptions.__annotations__)}"
     with pytest.raises(TypeError, match=message):
