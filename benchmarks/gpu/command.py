@@ -51,7 +51,8 @@ class Part(NamedTuple):
 PARTS = {
     "modes": Part("right", 90, ["benchmarks/gpu/right.py::test_modes"]),
     "kernels": Part("right", 180, [f"tests/kernels/{name}.py" for name in (
-        "test_passes", "test_steps", "triton_passes", "triton_steps", "triton_prepared")]),
+        "test_passes", "test_moments", "test_steps",
+        "triton_passes", "triton_steps", "triton_prepared")]),
     **{name: Part("right", seconds, [f"benchmarks/gpu/right.py::test_{name}"])
        for name, seconds in (("numbers", 120), ("graphs", 60), ("host_waits", 60), ("ranks", 180))},
     "network": Part("fast", 90, on_all=True),

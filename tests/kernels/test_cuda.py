@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from tests.helpers import require
 from tests.kernels.passes import takes_int_of_an_array
 
 HERE = Path(__file__).parent
-NAMES = "triton_passes triton_steps triton_prepared test_passes test_steps"
+NAMES = "triton_passes triton_steps triton_prepared test_passes test_moments test_steps"
 CHECKS = [str(HERE / f"{name}.py") for name in NAMES.split()]
 
 
@@ -54,12 +53,8 @@ def test_the_checks_pass_on_a_gpu() -> None:
     assert " passed" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("kernel", "with_all"),
-    [("moments", True), ("moments", False), ("normalize", True), ("normalize", False),
-     ("backward_sums", True), ("backward_sums", False), ("input_gradient", True),
-     ("input_gradient", False)],
-)  # fmt: skip
+@pytest.mark.parametrize("with_all", [True, False])
+@pytest.mark.parametrize("kernel", ["moments", "normalize", "backward_sums", "input_gradient"])
 @pytest.mark.parametrize("columns", [0, 1, 2])
 def test_the_passes_compile_for_a_gpu(
     columns: int, kernel: str, with_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,81 +132,6 @@ def check_rounding(ptx: str) -> None:
     """Arithmetic is float64, and each operation is rounded."""
     assert "f64" in ptx
     assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
-
-
-def test_triton_looks_at_the_arguments_of_a_first_launch_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel is compiled for a GPU, and launched by a launcher that does nothing."""
-    require.need("torch", "triton")
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from multibn.kernels import cuda
-    from multibn.kernels.triton import launch, steps
-
-    launches: list[tuple[Any, ...]] = []
-    looks: list[int] = []
-    on: list[str] = []
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": 1 << 17, "warpSize": 32},
-        load_binary=lambda *binary: (None, "a function", 0, 0, 1024),
-    )
-    driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 77,
-        launcher_cls=lambda source, metadata: lambda *launch: launches.append(launch),
-        utils=utils,
-    )
-    kernel = steps.coefficients_of
-    look = kernel.run
-
-    @contextlib.contextmanager
-    def second(x: Any) -> Iterator[None]:
-        on.append(f"GPU {x.get_device()}")
-        current.append(x.get_device())
-        yield
-        current.pop()
-
-    def looked_at(*arguments: Any, **options: Any) -> Any:
-        looks.append(len(arguments))
-        return look(*arguments, **options)
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(cuda, "_known", {})
-    current = [-1]  # of host memory
-    monkeypatch.setattr(launch, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device_of", second)
-    monkeypatch.setattr(kernel, "run", looked_at)
-    mean, weight = torch.rand(700, dtype=torch.float64), torch.rand(700)
-
-    class OnSecond(torch.Tensor):
-        def get_device(self) -> int:
-            return 1
-
-    def launched(bias: Any, looked: int, mean: Any = mean) -> tuple[Any, ...]:
-        launches.clear()
-        looks.clear()
-        cuda.coefficients_of(mean, mean, weight, bias, 1e-5, torch.float32)
-        assert len(looks) == looked
-        *grid, stream, function, packed, _, _, _ = launches[0][:9]
-        assert (grid, stream, function) == ([3, 1, 1], 77, "a function")
-        *inputs, coefficients, eps, C, block = launches[0][9:]
-        assert coefficients.shape == (5, 700)
-        return [id(v) for v in inputs], eps, C, block, packed
-
-    assert launched(weight, 1) == launched(weight, 0) == launched(weight, 0)
-    assert launched(None, 1) == launched(None, 0)
-    assert launched(weight.half(), 1)[1:] == launched(weight.half(), 0)[1:]
-    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
-    launched(weight, 1)  # a profiler's hook
-    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [])
-    for looked in (1, 0):  # another GPU than the current one
-        launched(None, looked, mean.as_subclass(OnSecond))
-    assert on == ["GPU 1"] * 2
 
 
 @pytest.mark.parametrize(
@@ -341,66 +261,3 @@ def spilled(cubin: bytes) -> bool:
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     stack, local = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", told).groups()  # type: ignore[union-attr]
     return (stack, local) != ("0", "0")
-
-
-_DRIVER = """
-#include <stdint.h>
-uint64_t seen[64];
-int calls, answer;
-int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned b,
-                   unsigned c, unsigned shared, void *stream, void **parameters, void **options)
-{
-    const uint64_t first[] = {(uintptr_t)function, x, y, z, threads, b, c, shared,
-                              (uintptr_t)stream, options != 0};
-    for (int i = 0; i < 10; i++)
-        seen[i] = first[i];
-    for (int i = 0; i < 4; i++)
-        seen[10 + i] = *(uint64_t *)parameters[i];
-    calls++;
-    return answer;
-}
-"""
-_LAUNCHES = """
-import ctypes, sys
-from multibn.kernels.core._core import prepare_launches, run_launches
-
-driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
-seen, calls, answer = ((ctypes.c_uint64 * 64).in_dll(driver, "seen"),
-                      ctypes.c_int.in_dll(driver, "calls"), ctypes.c_int.in_dll(driver, "answer"))
-launches = prepare_launches((2**40, 3, 128, 64, (1, -1, 0, 2), (0, -(2**63), 0, 0)),
-                            (2**41, 5, 32, 0, (-1, -1, -1, -1), (1, 2, 3, 4)))
-only_first = prepare_launches((2**40, 3, 128, 64, (1, -1, 0, 2), (0, -(2**63), 0, 0)))
-run_launches(only_first, 77, 2**63, 11, None)
-assert list(seen[:14]) == [2**40, 3, 1, 1, 128, 1, 1, 64, 77, 0, 11, 2**63, 2**63, 0], list(seen)
-run_launches(launches, 78, 1, 2, 3)
-assert (calls.value, list(seen[8:14])) == (3, [78, 0, 1, 2, 3, 4])
-answer.value = 700
-for wrong in (lambda: run_launches(only_first, 77), lambda: run_launches(),
-              lambda: run_launches(3, 4),
-              lambda: prepare_launches((1, 1, 1, 1, (0,) * 41, (0,) * 41)),
-              lambda: prepare_launches((1, 1, 1, 1, (0,), ()))):
-    try:
-        wrong()
-    except Exception as raised:
-        print(type(raised).__name__, raised)
-"""
-
-
-def test_the_core_runs_prepared_launches(tmp_path: Path) -> None:
-    """A driver that records takes the place of CUDA's."""
-    require.need("core")
-    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
-    source.write_text(_DRIVER)
-    options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(["cc", *options, "-o", str(library), str(source)], check=True)
-    ran = subprocess.run(
-        [sys.executable, "-c", _LAUNCHES, str(library)], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
-        "RuntimeError cuLaunchKernel failed with CUDA's error 700",
-        "TypeError launches and a stream are missing",
-        "ValueError PyCapsule_GetPointer called with invalid PyCapsule object",
-        "ValueError a launch must have at most 40 parameters",
-        "ValueError a launch must have at most 40 parameters",
-    ]

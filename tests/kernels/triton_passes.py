@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
-from multibn.kernels import Gradient, NormArgs, Running, cuda, reference
+from multibn.engine import plan
+from multibn.kernels import Gradient, NormArgs, Running, cuda, reference, steps
 from multibn.kernels.spec import unpack
 from multibn.kernels.triton import tiling
 from multibn.wire import Message, head
@@ -32,7 +33,8 @@ from tests.kernels.passes import (
     passes,
     statistics,
 )
-from tests.kernels.test_passes import mask_of, moments
+from tests.kernels.test_moments import moments
+from tests.kernels.test_passes import mask_of
 
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
 GENERATOR = torch.Generator()
@@ -43,6 +45,15 @@ orders = pytest.mark.parametrize("order", [np.asarray, last], ids=["NCHW", "chan
 def _afresh() -> None:
     GENERATOR.manual_seed(0)
     tiling.tilings_of.cache_clear()  # of what other tests changed the constants to
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take tensors in host memory, which the interpreter needs, for tensors on a GPU."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
+        monkeypatch.setattr(steps, "is_on_host", lambda a: False)
+        monkeypatch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")
 
 
 @pytest.fixture

@@ -15,16 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from multibn import SingleProcess, kernels
+from multibn import SingleProcess
 from multibn.communicators.layer_communicator import LayerCommunicator
-from multibn.engine import plan, recompute
-from multibn.kernels import cuda, steps
+from multibn.engine import recompute
+from multibn.kernels import cuda
 from multibn.kernels.triton import launch, prepared
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled
 from tests.helpers.spread import OTHERS
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
+from tests.kernels.triton_passes import as_on_a_gpu as as_on_a_gpu
 from tests.kernels.triton_passes import wide
 from tests.kernels.triton_steps import Twice
 
@@ -58,13 +59,10 @@ def _run(launches: Any, stream: int, *values: int | None) -> None:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def runs(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How many launches were run by the core, or what stands for it."""
     found: list[str] = []
     if DEVICE == "cpu":
-        monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
-        monkeypatch.setattr(steps, "is_on_host", lambda a: False)
-        monkeypatch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")
         monkeypatch.setattr(prepared, "prepare", _prepare)
         monkeypatch.setattr(prepared, "run_launches", _run)
     run = prepared.run_launches

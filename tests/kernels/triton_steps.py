@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multibn import kernels
 from multibn.communicators import nonfinite
 from multibn.communicators.channel import flush_checks
-from multibn.engine import plan
 from multibn.kernels import NormArgs, Running, cuda, reference, spec, steps
 from multibn.torch_backend import SyncBatchNorm
 from multibn.torch_backend.layer import compiled
@@ -18,6 +17,7 @@ from multibn.wire import LARGEST
 from tests.helpers.ranks import EqualRanks
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
+from tests.kernels.triton_passes import as_on_a_gpu as as_on_a_gpu
 from tests.kernels.triton_passes import launched as launched
 from tests.kernels.triton_passes import wide
 
@@ -80,13 +80,10 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_launches_of_a_step(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine, by the verbs; a copy to the host is made of several messages together."""
     monkeypatch.setattr(cuda, "PreparedStep", lambda: None)
-    if DEVICE == "cpu":  # as for tensors on a GPU
-        monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
-        monkeypatch.setattr(steps, "is_on_host", lambda a: False)
-        monkeypatch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")
     ranks = Twice()
     layer = SyncBatchNorm(3, process_group=ranks).to(DEVICE)
     for _ in range(2):
@@ -141,6 +138,7 @@ def test_the_operators_of_compiled_code_return_the_kernels_coefficients(
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["n", "cumulative"])
 @pytest.mark.parametrize("generic_too", [False, True])
@@ -148,9 +146,6 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
     momentum: float | None, generic_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All later steps are, to the last bit, those of a layer that never saw the batch."""
-    if DEVICE == "cpu":  # as for tensors on a GPU
-        monkeypatch.setattr(steps, "is_on_host", lambda a: False)
-        monkeypatch.setattr(plan, "_memory_kind", lambda x: "torch's GPU")
     nonfinite._warned_at = -math.inf
     chosen = reference if generic_too else cuda
     monkeypatch.setattr(kernels, "select", lambda x, *others: chosen)

@@ -18,6 +18,7 @@ from multibn.communicators import Communicator
 from multibn.torch_backend import SyncBatchNorm
 from tests.harness.runs import on
 from tests.helpers.require import ORIGINALS
+from tests.programs import operators
 from tests.torch_backend.integrations.checks_mmengine import frameworks_warnings
 
 with frameworks_warnings():
@@ -32,35 +33,16 @@ with frameworks_warnings():
 RUNS = on("torchrun", 2, needs="torch mmengine mmpretrain")
 
 
-# For as long as torchvision needs the operators that stand in this library.
-_OPERATORS: list[torch.library.Library] = []
-
-
 @contextlib.contextmanager
 def openmmlab() -> Iterator[None]:
     """OpenMMLab's packages can be imported. Restores mmengine's default scope, which runs set."""
     with frameworks_warnings(), DefaultScope.overwrite_default_scope("mmengine"):
         sys.path.append(str(ORIGINALS))  # last: it has a package "tests", too
         try:
-            _import_torchvision()
+            operators.declare()
             yield
         finally:
             sys.path.remove(str(ORIGINALS))
-
-
-def _import_torchvision() -> None:
-    try:
-        import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms does not exist" not in str(error):
-            raise
-        # Beside torch's build for CPU, PyPI's build for CUDA has no operators, and fails where it
-        # describes these two. mmpretrain's imports and these checks call none.
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _OPERATORS.append(library)
-        import_module("torchvision")
 
 
 def check_the_documented_words_work_in_each_scope(world: Communicator) -> None:
