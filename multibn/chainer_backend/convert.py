@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -113,18 +114,23 @@ def create_mnbn_model(
         raise TypeError(message)
     if obstacles or not norms:
         warnings.warn(message, stacklevel=2)
+    check_sizes("link", norms)
     for old in norms:
-        if old.avg_mean is None:
-            raise ValueError(
-                "a batch normalization link in `link` is not initialized (size=None). Call the "
-                "model once first."
-            )
         # The old link's parameters, if there are any, come with its attributes.
         options: Any = {"decay": old.decay, "eps": old.eps, "axis": old.axis}
         new = make(old.avg_mean.shape, **options, use_gamma=False, use_beta=False)
         memo[id(old)] = new
         new.__dict__.update(copy.deepcopy(old.__dict__, memo), axis=new.axis)
     return copy.deepcopy(link, memo)
+
+
+def check_sizes(name: str, links: Iterable[Any]) -> None:
+    """Raise ValueError if a link of the argument `name` waits for its first input for a size."""
+    if any(link.avg_mean is None for link in links):
+        raise ValueError(
+            f"a batch normalization link in `{name}` is not initialized (size=None). Call the "
+            "model once first."
+        )
 
 
 def find_unsupported_norms(model: chainer.Link) -> dict[str, str]:

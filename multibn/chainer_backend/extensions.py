@@ -19,7 +19,7 @@ from chainer.dataset import concat_examples
 from multibn._typing import check_bool, list_obstacles
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.check_sync import participants
-from multibn.chainer_backend.convert import find_unsupported_norms
+from multibn.chainer_backend.convert import check_sizes, find_unsupported_norms
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link, step_accumulators
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.engine.precise import Population, PopulationRun, input_of, length_of
@@ -183,11 +183,7 @@ def _norms(target: chainer.Link) -> list[_Norm]:
     links: list[Any] = [link for link in target.links() if isinstance(link, kinds)]
     if not links:
         raise ValueError("`target` must have a batch normalization link: got none.")
-    if any(link.avg_mean is None for link in links):
-        raise ValueError(
-            "a batch normalization link in `target` is not initialized (size=None). Call the model "
-            "once first."
-        )
+    check_sizes("target", links)
     return [_Norm(link) for link in links]
 
 

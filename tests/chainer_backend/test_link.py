@@ -155,11 +155,7 @@ def test_bad_arguments_are_refused() -> None:
         ({"size": (3, -1)}, ValueError, "`size` must be positive: got -1"),
         ({"axis": -1}, ValueError, "`axis` must be 0 or more: got -1"),
         ({"axis": (0, 2.0)}, TypeError, "`axis` must be an int: got 2.0 of type float"),
-        (
-            {"axis": ()},
-            ValueError,
-            r"`axis` must have 1 or more axes, .* below 1, .*: got \(\)\. No",
-        ),
+        ({"axis": ()}, ValueError, r"`axis` must have 1 or more axes, .* below 1, .*: got \(\)\. "),
         ({"axis": (0, 0)}, ValueError, r"each once and below 3, .* `size`: got \(0, 0\)\. None r"),
         ({"axis": 2}, ValueError, r"below 2, the number of axes of an input .*: got 2\. None red"),
         ({"decay": 1.1}, ValueError, r"`decay` must be in \[0, 1\]: got 1.1"),

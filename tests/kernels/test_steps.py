@@ -59,20 +59,15 @@ def test_a_rank_without_data_has_no_weight(kernels: Any) -> None:
 
 
 @libraries
-@pytest.mark.parametrize("kind", ["strided", "float32"])
-def test_messages_of_other_strides_and_dtypes_are_read(kernels: Any, kind: str, of: Any) -> None:
+@pytest.mark.parametrize("kind", ["strided", "float32", "weight float32", "weight float64"])
+def test_other_strides_and_dtypes_are_read(kernels: Any, kind: str, of: Any) -> None:
+    """So is a number that is an array."""
     numbers = np.array([2.0, 4.0, 6.0, 12.0, 2.0, 4.0])
-    summed = of(np.repeat(numbers, 2))[::2] if kind == "strided" else of(numbers.astype("f4"))
-    found, _ = finish(kernels, summed, 1.0, 2.0, of=of)
-    assert [exact(v).tolist() for v in found] == [[1, 2], [2, 2], 4, 0.25]
-
-
-@libraries
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_a_number_may_be_an_array(kernels: Any, dtype: str, of: Any) -> None:
-    summed = of(np.array([2.0, 4.0, 6.0, 12.0, 2.0, 4.0]))
-    found, _ = finish(kernels, summed, of(np.asarray(3.0, dtype)), 2.0, of=of)
-    assert exact(found.element_weight).tolist() == 0.75
+    summed = of(np.repeat(numbers, 2))[::2] if kind == "strided" else of(numbers)
+    summed = of(numbers.astype("f4")) if kind == "float32" else summed
+    weight: Any = of(np.asarray(3.0, kind[-7:])) if "weight" in kind else 3.0
+    found, _ = finish(kernels, summed, weight, 2.0, of=of)
+    assert [exact(v).tolist() for v in found] == [[1, 2], [2, 2], 4, 0.75]
 
 
 @host_memory

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,7 @@ def fusing(model: nn.Module) -> Found:
     return kinds(model), [y for y in pytree.tree_leaves(model(images())) if isinstance(y, Tensor)]
 
 
-def reparameterizing(model: nn.Module) -> Found:
+def merging(model: nn.Module) -> Found:
     """timm's way from branches with batch norm to one convolution."""
     fused = reparameterize_model(model.eval())
     return kinds(fused), [fused(images())]
@@ -116,38 +117,20 @@ def _names(model: nn.Module, parameters: Iterable[Tensor]) -> Sequence[str]:
     return [name for name, p in model.named_parameters() if id(p) in ids]
 
 
-def _yolo() -> nn.Module:
-    model: nn.Module = DetectionModel("yolov8n.yaml", verbose=False)
-    return model
+def _timm(name: str) -> Callable[[], nn.Module]:
+    return partial(timm.create_model, name)
 
 
-def resnet() -> nn.Module:
-    model: nn.Module = torchvision.models.resnet18(weights=None)
-    return model
-
-
-def _timm(name: str) -> nn.Module:
-    model: nn.Module = timm.create_model(name)
-    return model
-
+_yolo = partial(DetectionModel, "yolov8n.yaml", verbose=False)
+resnet = partial(torchvision.models.resnet18, weights=None)
 
 RULES: Sequence[tuple[str, str, Callable[[nn.Module], Found], Callable[[], nn.Module]]] = (
     ("ultralytics", "BaseTrainer.build_optimizer, yolov8n: norms' weights", build_optimizer, _yolo),
-    ("timm", 'freeze(["bn1", "layer1"]), resnet18', freezing, lambda: _timm("resnet18")),
-    ("timm", "freeze, efficientnet_b0", freezing, lambda: _timm("efficientnet_b0")),
-    ("timm", "freeze, unfreeze, regnety_002", freezing_and_back, lambda: _timm("regnety_002")),
-    (
-        "timm",
-        "param_groups_weight_decay, resnet18: not decayed",
-        no_decay,
-        lambda: _timm("resnet18"),
-    ),
-    (
-        "timm",
-        "reparameterize_model, fastvit_t8: parts afterwards",
-        reparameterizing,
-        lambda: _timm("fastvit_t8"),
-    ),
+    ("timm", 'freeze(["bn1", "layer1"]), resnet18', freezing, _timm("resnet18")),
+    ("timm", "freeze, efficientnet_b0", freezing, _timm("efficientnet_b0")),
+    ("timm", "freeze, unfreeze, regnety_002", freezing_and_back, _timm("regnety_002")),
+    ("timm", "param_groups_weight_decay, resnet18: not decayed", no_decay, _timm("resnet18")),
+    ("timm", "reparameterize_model, fastvit_t8: parts afterwards", merging, _timm("fastvit_t8")),
     ("ultralytics", "fuse, yolov8n: parts afterwards", fusing, _yolo),
     ("torchvision", "split_normalization_params, resnet18", split_norms, resnet),
     ("torchvision", "create_feature_extractor, resnet18, in training: nodes", features, resnet),
