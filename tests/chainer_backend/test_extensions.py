@@ -158,7 +158,7 @@ def test_a_trainer_finetunes_before_it_evaluates_and_writes(tmp_path: Any) -> No
 class _Scoped(chainer.Chain):
     """Reads its own report, and calls two of its links in evaluation."""
 
-    def __init__(self, communicator: Any = LOCAL) -> None:
+    def __init__(self, communicator: Any) -> None:
         super().__init__()
         with self.init_scope():
             self.bn, self.frozen = shared(communicator), shared(communicator)
@@ -173,22 +173,18 @@ class _Scoped(chainer.Chain):
         return self.bn(x)
 
 
-def test_a_forward_pass_may_read_its_reports_and_call_links_in_evaluation() -> None:
-    model = _Scoped()
-    finetune(batches(), model)
-    assert_population(model.bn, batches())
-    assert [link.N for link in (model.bn, model.frozen, model.local)] == [3, 0, 0]
-    np.testing.assert_array_equal(model.local.avg_mean, 0)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_forward_pass_may_read_its_reports_and_call_links_in_evaluation(size: int) -> None:
+    """A rank without data left repeats no call in evaluation."""
 
-
-def test_a_rank_without_data_left_repeats_no_call_in_evaluation() -> None:
     def work(world: ThreadCommunicator) -> None:
         model = _Scoped(world)
         finetune(batches()[world.rank :], model, world)
-        assert_population(model.bn, [*batches(), *batches()[1:]])
-        assert [link.N for link in (model.bn, model.frozen)] == [3, 0]
+        assert_population(model.bn, [x for rank in range(size) for x in batches()[rank:]])
+        assert [link.N for link in (model.bn, model.frozen, model.local)] == [3, 0, 0]
+        np.testing.assert_array_equal(model.local.avg_mean, 0)
 
-    run_ranks(2, work)
+    run_ranks(size, work)
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -125,13 +125,9 @@ def test_the_steps_compile_for_a_gpu(
         ("coefficients_of", step | optional),
     ):
         compiled = compile_for_a_gpu(getattr(steps, name), types, constants, fused=False)
-        check_rounding(compiled["ptx"])
-
-
-def check_rounding(ptx: str) -> None:
-    """Arithmetic is float64, and each operation is rounded."""
-    assert "f64" in ptx
-    assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
+        # Arithmetic is float64, and each operation is rounded.
+        assert "f64" in compiled["ptx"]
+        assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", compiled["ptx"])
 
 
 @pytest.mark.parametrize(

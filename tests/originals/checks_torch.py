@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multibn.communicators import Communicator
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 from tests.harness.runs import on
+from tests.torch_backend.convert.test_class_swap import Activated2d
 
 RUNS = on("torchrun", 2, needs="torch")
 
@@ -97,16 +98,9 @@ def check_training_resumes_from_torchs_files(world: Communicator) -> None:
         _assert_equal(model.module, whole)
 
 
-class _Activated(nn.BatchNorm2d):
-    """Batch norm and an activation in one class, as timm's BatchNormAct2d."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(super().forward(input))
-
-
 def _mixed_model() -> nn.Sequential:
     conv, norm, *rest = _model()
-    return nn.Sequential(conv, norm, _Activated(4).double(), *rest)
+    return nn.Sequential(conv, norm, Activated2d(4).double(), *rest)
 
 
 def check_models_convert_before_or_after_wrapping(world: Communicator) -> None:
@@ -130,7 +124,7 @@ def check_models_convert_before_or_after_wrapping(world: Communicator) -> None:
             inner: Any = getattr(model, "module", model)
             layers = [layer for layer in inner if isinstance(layer, nn.BatchNorm2d)]
             assert [isinstance(layer, SyncBatchNorm) for layer in layers] == [True] * 3
-            assert isinstance(layers[1], _Activated)
+            assert isinstance(layers[1], Activated2d)
             for name, expected in whole.state_dict().items():
                 got = inner.state_dict()[name]
                 got = got.full_tensor() if isinstance(got, DTensor) else got

@@ -9,6 +9,7 @@ from torch import nn
 
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 from tests.helpers.fvcore import get_bn_modules, update_bn_stats
+from tests.torch_backend.convert.test_class_swap import Activated2d
 
 NEEDS = "torch dev"
 
@@ -39,7 +40,7 @@ class Net(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 1)
         self.bn1 = nn.BatchNorm2d(4)
-        self.bn2 = Activated(4)
+        self.bn2 = Activated2d(4)
         self.pool = nn.Flatten(2)
         self.bn3 = nn.BatchNorm1d(4)
 
@@ -47,14 +48,9 @@ class Net(nn.Module):
         return self.bn3(self.pool(self.bn2(self.bn1(self.conv(x)))))
 
 
-class Activated(nn.BatchNorm2d):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input).relu()
-
-
-# Every class that code of torch's users looks for; `Activated` is a project's own.
+# Every class that code of torch's users looks for; `Activated2d` is a project's own.
 NORMS = [value for name, value in vars(nn.modules.batchnorm).items() if "Norm" in name]
-NORMS += [value for name, value in vars(nn).items() if "Norm" in name] + [Activated]
+NORMS += [value for name, value in vars(nn).items() if "Norm" in name] + [Activated2d]
 
 
 def found(model: nn.Module) -> list[list[str]]:
