@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from multibn import kernels
+from multibn import kernels, wire
 from multibn._typing import HostArray
 from multibn.communicators.channel import Channel, ChannelCommunicator
 from multibn.engine import plan
@@ -43,7 +43,7 @@ class _EqualChannel(Channel):
     """The channel of two equal ranks: their layers compare equal."""
 
     def __init__(self) -> None:
-        transport: Any = SimpleNamespace(rank=0, size=2, block=np.zeros(518))
+        transport: Any = SimpleNamespace(rank=0, size=2, block=np.zeros(wire.length(256)))
         transport.prepare_block = lambda n: lambda: self._sum(transport.block)
         transport.prepare = lambda a: lambda: self._sum(a)
         transport.close = transport.end_process = lambda **_: None

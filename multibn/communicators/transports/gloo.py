@@ -12,11 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from multibn import wire
 from multibn._typing import HostArray
 from multibn.communicators.polling import Poll, chain, poll
 from multibn.communicators.watchdog import check_timeout
 
-BLOCK = 518  # numbers of a message's first part: the moments of 256 channels and the head
+BLOCK_NUMBERS = wire.length(256)  # of a message's first part: enough for 256 channels
 _SIGNAL_CHECK_SECONDS = 0.05  # seconds; after each wait of this length, Python looks for signals
 _EXTRA_GLOO_SECONDS = 60.0  # gloo's timeout is longer than multibn's, whose error says more
 # The dtypes of NumPy that gloo can sum; other whole numbers travel as int64.

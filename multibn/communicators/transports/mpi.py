@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from multibn import wire
 from multibn._typing import HostArray
 from multibn.communicators.channel import (
     Begin,
@@ -29,7 +30,7 @@ from multibn.communicators.watchdog import Status
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-_BLOCK = 260  # numbers of a message's first part: the moments of 128 channels
+_BLOCK_NUMBERS = wire.length(128)  # of a message's first part: enough for 128 channels
 _SPIN_POLLS = 20  # of some 0.2 us each, before a rank waits
 _PERSISTENT_AFTER_USES = 50  # sums of one memory after which a persistent request pays
 
@@ -169,7 +170,7 @@ class _Transport(Transport):
 
     def __init__(self, comm: "Comm") -> None:
         self.rank, self.size = comm.rank, comm.size
-        self.block = np.zeros(_BLOCK)
+        self.block = np.zeros(_BLOCK_NUMBERS)
         self._comm = comm
         self.duplicate: Any = None  # of the communicator, until that is freed
         self.requests: list[Any] = []  # persistent ones

@@ -16,7 +16,7 @@ from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import inherited, release_gil_at_exit
 from multibn.communicators.polling import Poll, barrier, chain
 from multibn.communicators.resolve import as_communicator, world
-from multibn.communicators.transports.gloo import BLOCK, PrivateGloo, in_group, sum_any
+from multibn.communicators.transports.gloo import BLOCK_NUMBERS, PrivateGloo, in_group, sum_any
 from multibn.communicators.transports.shared_memory import (
     SLOT_NUMBERS,
     SharedMemory,
@@ -214,7 +214,7 @@ class _Transport(Transport):
         store = part_of_store(dist.distributed_c10d._get_default_store(), self._name, self.size)
         self.board = StoreStatusBoard(store, self.rank)
         yield barrier(store, self.size)
-        self.carrier, room = "nccl", BLOCK
+        self.carrier, room = "nccl", BLOCK_NUMBERS
         # A network that works for NCCL need not work for gloo.
         if "cpu" in self._backends and dist.is_gloo_available():
             self._private_gloo = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from multibn import wire
 from multibn.communicators.polling import chain
+from multibn.communicators.transports import gloo, mpi
 from multibn.communicators.transports.gloo import PrivateGloo, sum_any
+from multibn.communicators.transports.shared_memory import SLOT_NUMBERS
 from tests.helpers import launch
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -34,6 +37,16 @@ def _on_ranks(size: int, work: Callable[[PrivateGloo, int], Any]) -> list[Any]:
         return result
 
     return run_ranks(size, run)
+
+
+def test_the_decision_names_the_block_of_each_transport() -> None:
+    text = " ".join((launch.ROOT / "docs/decisions/0008-checked-messages.md").read_text().split())
+    blocks = [wire.length(n) for n in (128, 256)]
+    assert blocks == [mpi._BLOCK_NUMBERS, gloo.BLOCK_NUMBERS]
+    assert (
+        f"holds {SLOT_NUMBERS:,} numbers in shared memory, {blocks[0]} (a layer of 128 channels) "
+        f"over MPI, and {blocks[1]} (256 channels) over gloo." in text
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int16", "uint16", "bool", "complex64"])
