@@ -189,6 +189,7 @@ class _Branches(nn.Module):
         return self.bns[0](y).relu() + self.bns[1](y.sin())
 
 
+@only(sizes=(4,))
 def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
     """Compiled ranks send the messages of the others in their order, whatever their graphs."""
     eager, mixed = _Branches(world), _Branches(world)

@@ -64,8 +64,8 @@ def test_alone_it_is_torchs_batch_norm(dimensions: int, options: dict[str, Any])
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_running_var_keeps_its_digits_on_large_planes(memory_format: torch.memory_format) -> None:
-    """torch's own is off by 1e-3 here in channels_last on CPU."""
-    x = torch.randn(8, 16, 512, 512, generator=torch.Generator().manual_seed(0))
+    """torch's own is off by 1e-4 here in channels_last on CPU."""
+    x = torch.randn(2, 16, 512, 512, generator=torch.Generator().manual_seed(0))
     x = x.to(memory_format=memory_format)
     layer = make(16, momentum=1.0)
     assert layer(x).is_contiguous(memory_format=memory_format)
@@ -217,11 +217,8 @@ def test_one_value_per_channel_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("fuse_relu", [False, True])
-@pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("mode", ["training", "compiled", "float16", "evaluation"])
-def test_a_fused_relu_and_residual_equal_separate_ones(
-    *, mode: str, with_residual: bool, fuse_relu: bool
-) -> None:
+def test_a_fused_relu_and_residual_equal_separate_ones(*, mode: str, fuse_relu: bool) -> None:
     """The numbers and gradients of torch's own layer, and of operations of their own."""
     generator = torch.Generator().manual_seed(0)
     narrow = mode == "float16"
@@ -237,9 +234,9 @@ def test_a_fused_relu_and_residual_equal_separate_ones(
     for layer in (run, plain):
         x, residual = (data[i].clone().requires_grad_() for i in (0, 1))
         if layer is run:
-            y = layer(x, residual if with_residual else None)
+            y = layer(x, residual)
         else:
-            y = layer(x.double()) + (residual if with_residual else 0)
+            y = layer(x.double()) + residual
             y = (y.relu() if fuse_relu else y).to(x)
         y.backward(data[2])
         results.append([y, x.grad, residual.grad])

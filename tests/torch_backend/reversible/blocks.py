@@ -33,6 +33,17 @@ class Mlp(nn.Module):
         return y
 
 
+class Lambda(nn.Module):
+    """A module that returns what a function makes of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 def mlps(*between: Make) -> Pair:
     return Mlp(8, *(make() for make in between)), Mlp(8, *(make() for make in between))
 

@@ -18,6 +18,7 @@ from multibn.torch_backend.reversible import ReversibleSequence
 from multibn.torch_backend.reversible.sequence import Mode
 from tests.torch_backend.reversible.blocks import (
     MODES,
+    Lambda,
     Make,
     Mlp,
     Pair,
@@ -40,13 +41,6 @@ from tests.torch_backend.reversible.blocks import (
 NEEDS = "torch"
 
 NORMS = pytest.mark.parametrize("norm", [foreign, own])
-
-
-class Constant(nn.Module):
-    """Ones: what a drop path makes of them is its mask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ones_like(x)
 
 
 # Against the stored run
@@ -87,11 +81,11 @@ def test_defect_03_two_forwards_may_come_before_backward(pair: Callable[[], Pair
 @pytest.mark.parametrize("mode", MODES)
 def test_defect_04_what_f_and_g_drop_is_independent_unless_tied(mode: Mode) -> None:
     torch.manual_seed(0)
-    zeros = torch.zeros(64, 2, 3)
+    zeros, ones = torch.zeros(64, 2, 3), Lambda(torch.ones_like)  # of which a mask remains
     masks = []
     options: list[dict[str, Any]] = [{}, {"tied_drop_path": True}]
     for tied in options:
-        model = ReversibleSequence([(Constant(), Constant())], mode=mode, drop_path=0.25, **tied)
+        model = ReversibleSequence([(ones, ones)], mode=mode, drop_path=0.25, **tied)
         masks.append(model(zeros, zeros))
         assert all((y == 1).all() for y in model.eval()(zeros, zeros))  # nothing is dropped
     for f, g in masks:
@@ -358,12 +352,9 @@ def test_modules_inside_may_be_compiled() -> None:
 
 
 def test_a_tensor_that_autograd_does_not_know_of_is_an_error() -> None:
-    class Closure(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * secret
-
     secret = torch.ones(8, dtype=torch.float64, requires_grad=True)
-    y1, _ = ReversibleSequence([(Closure(), Closure())])(*inputs())
+    closure = Lambda(lambda x: x * secret)
+    y1, _ = ReversibleSequence([(closure, closure)])(*inputs())
     with pytest.raises(RuntimeError, match=r"of shape \(8,\) that needs .* Pass it in `cond`"):
         y1.sum().backward()
 

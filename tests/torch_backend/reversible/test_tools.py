@@ -14,6 +14,7 @@ from multibn.torch_backend.reversible.sequence import Mode
 from tests.helpers.memory import count_saved
 from tests.torch_backend.reversible.blocks import (
     MODES,
+    Lambda,
     Mlp,
     build,
     error,
@@ -109,17 +110,6 @@ def test_options_that_do_not_fit_are_refused() -> None:
         ReversibleSequence(blocks)(x, [x])
 
 
-class Wrong(nn.Module):
-    """A module that returns what a function makes of its input."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
 @pytest.mark.parametrize("mode", ["reversible", "stored"])
 @pytest.mark.parametrize(
     "function, got",
@@ -130,7 +120,7 @@ class Wrong(nn.Module):
 )
 def test_a_module_that_returns_no_tensor_is_refused(mode: Any, function: Any, got: str) -> None:
     message = f"G of block 1 must return a floating-point tensor, .* stream 2 adds: got {got}"
-    model = ReversibleSequence([mlps(), (Mlp(8), Wrong(function))], mode=mode)
+    model = ReversibleSequence([mlps(), (Mlp(8), Lambda(function))], mode=mode)
     with pytest.raises(TypeError, match=message):
         model(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))
 
