@@ -81,11 +81,12 @@ def test_defect_03_two_forwards_may_come_before_backward(pair: Callable[[], Pair
 @pytest.mark.parametrize("mode", MODES)
 def test_defect_04_what_f_and_g_drop_is_independent_unless_tied(mode: Mode) -> None:
     torch.manual_seed(0)
-    zeros, ones = torch.zeros(64, 2, 3), Lambda(torch.ones_like)  # of which a mask remains
+    zeros = torch.zeros(64, 2, 3)
     masks = []
     options: list[dict[str, Any]] = [{}, {"tied_drop_path": True}]
     for tied in options:
-        model = ReversibleSequence([(ones, ones)], mode=mode, drop_path=0.25, **tied)
+        ones = Lambda(torch.ones_like), Lambda(torch.ones_like)  # of which the masks remain
+        model = ReversibleSequence([ones], mode=mode, drop_path=0.25, **tied)
         masks.append(model(zeros, zeros))
         assert all((y == 1).all() for y in model.eval()(zeros, zeros))  # nothing is dropped
     for f, g in masks:
