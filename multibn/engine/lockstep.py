@@ -4,7 +4,6 @@ Collective operations in the body of such a loop meet every rank: a rank that ha
 takes part with an empty one.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -56,12 +55,9 @@ class Lockstep(Iterator[Step]):
         amount: Callable[[Any], int] | None = None,
         everywhere: bool = False,
     ) -> None:
-        # `chain` makes the iterator in the first step, which tells the other ranks of an error, and
-        # does not ask the iterator again after its end.
-        self._batches = itertools.chain.from_iterable([batches])
+        self._batches = _with_amounts(batches, amount)
         self._communicator = communicator
         self._source, self._place = source, place
-        self._amount = amount
         self._everywhere = everywhere
         self._has_begun = self._is_over = False
 
@@ -70,9 +66,7 @@ class Lockstep(Iterator[Step]):
             raise StopIteration
         batch, amount, error = END, 0, None
         try:
-            batch = next(self._batches, END)
-            if batch is not END and self._amount is not None:
-                amount = self._amount(batch)
+            batch, amount = next(self._batches, (END, 0))
         except Exception as e:
             error = e
         self._is_over = True  # until the exchange below shows a batch
@@ -123,3 +117,15 @@ class Lockstep(Iterator[Step]):
                 "have batches. Leave it on all ranks in the same step."
             )
         return occupied, total
+
+
+def _with_amounts(
+    batches: Iterable[Any], amount: Callable[[Any], int] | None
+) -> Iterator[tuple[Any, int]]:
+    """Yield each batch and its amount.
+
+    As a generator, it calls iter() in the first `next`, so that the other ranks see an error, and
+    turns a StopIteration of `amount`, which would end this rank's loop alone, into RuntimeError.
+    """
+    for batch in batches:
+        yield batch, 0 if amount is None else amount(batch)

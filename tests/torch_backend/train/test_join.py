@@ -31,16 +31,38 @@ def test_each_step_has_a_batch_and_the_amount() -> None:
     assert [[s.amount for s in steps] for steps in of_ranks] == [[7, 1]] * 3
 
 
-def test_an_amount_that_cannot_be_told_is_an_error_on_all_ranks() -> None:
+def _raise_stop_iteration(_: Any) -> int:
+    raise StopIteration
+
+
+class _WithoutIterator:
+    def __iter__(self) -> Any:
+        raise StopIteration
+
+
+@pytest.mark.parametrize(
+    ("data", "amount", "kind", "message"),
+    [
+        (["one"], int, ValueError, "invalid literal"),
+        ([1], _raise_stop_iteration, RuntimeError, "generator raised StopIteration"),
+        (_WithoutIterator(), int, RuntimeError, "generator raised StopIteration"),
+    ],
+)
+def test_an_error_of_the_data_or_an_amount_is_an_error_on_all_ranks(
+    data: Any, amount: Any, kind: Any, message: str
+) -> None:
     def steps(world: Communicator) -> None:
-        data = [1, "one"][world.rank :]
-        found = Lockstep(data, world, source="the data", place="a step", amount=int)
-        kind, message = (
-            (ValueError, "invalid literal")
-            if world.rank == 1
-            else (RuntimeError, r"^the data raised on rank\(s\) \[1\] of 2")
+        is_wrong = world.rank == 1
+        found = Lockstep(
+            data if is_wrong else [1],
+            world,
+            source="the data",
+            place="a step",
+            amount=amount if is_wrong else int,
         )
-        with pytest.raises(kind, match=message):
+        others = RuntimeError, r"^the data raised on rank\(s\) \[1\] of 2"
+        expected, match = (kind, message) if is_wrong else others
+        with pytest.raises(expected, match=match):
             next(found)
         assert list(found) == []
 
