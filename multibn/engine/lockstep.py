@@ -22,7 +22,7 @@ class Step(NamedTuple):
     """One step of a `Lockstep`."""
 
     batch: Any  # this rank's, or `END`
-    amount: int  # sum over the ranks' batches
+    total_size: int  # sum over the ranks' batches
 
 
 class _State(IntEnum):
@@ -39,9 +39,9 @@ class Lockstep(Iterator[Step]):
 
     Each `next` is collective: one allreduce of W+1 numbers for W ranks. The first `next` makes the
     iterator of `batches`. `source` and `place` are the names of the data and of a step in error
-    messages; `amount(batch)` is added to `Step.amount`. The first `next` raises ValueError
+    messages; `size_of(batch)` is added to `Step.total_size`. The first `next` raises ValueError
     on all ranks if none has a batch or, with `everywhere`, if one has none. Other ranks raise
-    RuntimeError if `batches` or `amount` raises on one rank; all do, in `next` or `leave`, if one
+    RuntimeError if `batches` or `size_of` raises on one rank; all do, in `next` or `leave`, if one
     rank leaves while another has a batch.
     """
 
@@ -52,10 +52,10 @@ class Lockstep(Iterator[Step]):
         *,
         source: str,
         place: str,
-        amount: Callable[[Any], int] | None = None,
+        size_of: Callable[[Any], int] | None = None,
         everywhere: bool = False,
     ) -> None:
-        self._batches = _with_amounts(batches, amount)
+        self._batches = _with_sizes(batches, size_of)
         self._communicator = communicator
         self._source, self._place = source, place
         self._everywhere = everywhere
@@ -64,22 +64,22 @@ class Lockstep(Iterator[Step]):
     def __next__(self) -> Step:
         if self._is_over:
             raise StopIteration
-        batch, amount, error = END, 0, None
+        batch, batch_size, error = END, 0, None
         try:
-            batch, amount = next(self._batches, (END, 0))
+            batch, batch_size = next(self._batches, (END, 0))
         except Exception as e:
             error = e
         self._is_over = True  # until the exchange below shows a batch
         state = _State.OUT if batch is END else _State.BATCH
-        occupied, total = self._exchange(state, amount, error=error)
-        if not self._has_begun and not (occupied.all() if self._everywhere else occupied.any()):
+        has_batch, total = self._exchange(state, batch_size, error=error)
+        if not self._has_begun and not (has_batch.all() if self._everywhere else has_batch.any()):
             raise ValueError(
                 f"there must be at least one batch{' on every rank' if self._everywhere else ''}: "
-                f"got none on rank(s) {np.flatnonzero(~occupied).tolist()} of {len(occupied)} from "
-                f"{self._source}. Use fewer ranks. If you passed an iterator, it may be "
+                f"got none on rank(s) {np.flatnonzero(~has_batch).tolist()} of {len(has_batch)} "
+                f"from {self._source}. Use fewer ranks. If you passed an iterator, it may be "
                 "exhausted: pass the iterable that it came from."
             )
-        if not occupied.any():
+        if not has_batch.any():
             raise StopIteration
         self._has_begun, self._is_over = True, False
         return Step(batch, total)
@@ -94,16 +94,16 @@ class Lockstep(Iterator[Step]):
             self._exchange(_State.GONE)
 
     def _exchange(
-        self, state: _State, amount: int = 0, *, error: Exception | None = None
+        self, state: _State, batch_size: int = 0, *, error: Exception | None = None
     ) -> tuple[npt.NDArray[np.bool_], int]:
-        """Which ranks have a batch, and the sum of their amounts. Raises as the class says."""
+        """Which ranks have a batch, and the sum of their sizes. Raises as the class says."""
         rank, size = self._communicator.rank, self._communicator.size
         message = np.zeros(size + 1)
         message[rank] = state if error is None else _State.FAILED
-        message[-1] = amount
+        message[-1] = batch_size
         summed = at(self._communicator, self._place).allreduce(message)
         states, total = summed[:-1], int(summed[-1])
-        occupied, gone = states == _State.BATCH, np.flatnonzero(states == _State.GONE)
+        has_batch, gone = states == _State.BATCH, np.flatnonzero(states == _State.GONE)
         if error is not None:
             raise error
         if (failed := np.flatnonzero(states == _State.FAILED)).size:
@@ -111,21 +111,21 @@ class Lockstep(Iterator[Step]):
                 f"{self._source} raised on rank(s) {failed.tolist()} of {size}. See the error "
                 "there."
             )
-        if gone.size and occupied.any():
+        if gone.size and has_batch.any():
             raise RuntimeError(
                 f"rank(s) {gone.tolist()} of {size} left the loop early, while other ranks still "
                 "have batches. Leave it on all ranks in the same step."
             )
-        return occupied, total
+        return has_batch, total
 
 
-def _with_amounts(
-    batches: Iterable[Any], amount: Callable[[Any], int] | None
+def _with_sizes(
+    batches: Iterable[Any], size_of: Callable[[Any], int] | None
 ) -> Iterator[tuple[Any, int]]:
-    """Yield each batch and its amount.
+    """Yield each batch and its size.
 
     As a generator, it calls iter() in the first `next`, so that the other ranks see an error, and
-    turns a StopIteration of `amount`, which would end this rank's loop alone, into RuntimeError.
+    turns a StopIteration of `size_of`, which would end this rank's loop alone, into RuntimeError.
     """
     for batch in batches:
-        yield batch, 0 if amount is None else amount(batch)
+        yield batch, 0 if size_of is None else size_of(batch)

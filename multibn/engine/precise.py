@@ -113,7 +113,7 @@ class PopulationRun(StatisticsTape):
             self._communicator,
             source=source,
             place=f"a step of {self._title}",
-            amount=samples_in,
+            size_of=samples_in,
             everywhere=is_shared,
         )
         num_steps = num_batches = samples = 0
@@ -129,7 +129,7 @@ class PopulationRun(StatisticsTape):
                         self._visits = last_pass
                 num_steps += 1
                 num_batches += step.batch is not END
-                samples += step.amount
+                samples += step.total_size
                 advance()
                 if num_samples is not None and samples >= num_samples:
                     break

@@ -82,7 +82,7 @@ class Joined:
             self.communicator,
             source="the iterator of the batches",
             place="join()",
-            amount=keep_placeholder,
+            size_of=keep_placeholder,
             everywhere=True,
         )
         try:

@@ -21,14 +21,14 @@ from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ra
 NEEDS = "torch"
 
 
-def test_each_step_has_a_batch_and_the_amount() -> None:
+def test_each_step_has_a_batch_and_the_total_size() -> None:
     def steps(world: Communicator) -> list[Any]:
         data = [[3, 1], [], [4]][world.rank]
-        return list(Lockstep(data, world, source="the data", place="a step", amount=int))
+        return list(Lockstep(data, world, source="the data", place="a step", size_of=int))
 
     of_ranks = run_ranks(3, steps)
     assert [[s.batch for s in steps] for steps in of_ranks] == [[3, 1], [END, END], [4, END]]
-    assert [[s.amount for s in steps] for steps in of_ranks] == [[7, 1]] * 3
+    assert [[s.total_size for s in steps] for steps in of_ranks] == [[7, 1]] * 3
 
 
 def _raise_stop_iteration(_: Any) -> int:
@@ -41,15 +41,15 @@ class _WithoutIterator:
 
 
 @pytest.mark.parametrize(
-    ("data", "amount", "kind", "message"),
+    ("data", "size_of", "kind", "message"),
     [
         (["one"], int, ValueError, "invalid literal"),
         ([1], _raise_stop_iteration, RuntimeError, "generator raised StopIteration"),
         (_WithoutIterator(), int, RuntimeError, "generator raised StopIteration"),
     ],
 )
-def test_an_error_of_the_data_or_an_amount_is_an_error_on_all_ranks(
-    data: Any, amount: Any, kind: Any, message: str
+def test_an_error_of_the_data_or_a_batch_size_is_an_error_on_all_ranks(
+    data: Any, size_of: Any, kind: Any, message: str
 ) -> None:
     def steps(world: Communicator) -> None:
         is_wrong = world.rank == 1
@@ -58,7 +58,7 @@ def test_an_error_of_the_data_or_an_amount_is_an_error_on_all_ranks(
             world,
             source="the data",
             place="a step",
-            amount=amount if is_wrong else int,
+            size_of=size_of if is_wrong else int,
         )
         others = RuntimeError, r"^the data raised on rank\(s\) \[1\] of 2"
         expected, match = (kind, message) if is_wrong else others
