@@ -1,7 +1,7 @@
-"""Loops over the ranks' own batches that proceed step by step together, until all have run out.
+"""Loops over the ranks' own batches that proceed in step until every rank has run out.
 
-Collective operations in the body of such a loop meet every rank: a rank that has no batch left
-takes part with an empty one.
+Every rank reaches the collective operations in the loop's body: a rank without a batch left gets
+`END`, and its caller makes an empty batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +21,8 @@ END: Any = object()
 class Step(NamedTuple):
     """One step of a `Lockstep`."""
 
-    batch: Any  # this rank's, or `END`
-    total_size: int  # sum over the ranks' batches
+    batch: Any  # of this rank, or `END`
+    total_size: int  # sum of `size_of(batch)` over the ranks; 0 without `size_of`
 
 
 class _State(IntEnum):
@@ -35,14 +35,16 @@ class _State(IntEnum):
 
 
 class Lockstep(Iterator[Step]):
-    """Steps of this rank, as many as the rank with most batches has.
+    """Steps of this rank, as many as the rank with the most batches has.
 
     Each `next` is collective: one allreduce of W+1 numbers for W ranks. The first `next` makes the
     iterator of `batches`. `source` and `place` are the names of the data and of a step in error
-    messages; `size_of(batch)` is added to `Step.total_size`. The first `next` raises ValueError
-    on all ranks if none has a batch or, with `everywhere`, if one has none. Other ranks raise
-    RuntimeError if `batches` or `size_of` raises on one rank; all do, in `next` or `leave`, if one
-    rank leaves while another has a batch.
+    messages.
+
+    The first `next` raises ValueError on all ranks if none has a batch or, with `everywhere`, if
+    one has none. If `batches` or `size_of` raises on one rank, that rank raises the error, and all
+    others RuntimeError. If a rank leaves while another has a batch, all ranks raise RuntimeError,
+    in `next` or `leave`.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class Lockstep(Iterator[Step]):
     def leave(self) -> None:
         """Tell the other ranks in their next `next` or `leave` that this rank takes no more steps.
 
-        Collective, unless all ranks have run out of batches.
+        Collective, unless the loop is over: all ranks have run out of batches, this rank has left,
+        or a `next` has raised.
         """
         if not self._is_over:
             self._is_over = True
@@ -96,7 +99,7 @@ class Lockstep(Iterator[Step]):
     def _exchange(
         self, state: _State, batch_size: int = 0, *, error: Exception | None = None
     ) -> tuple[npt.NDArray[np.bool_], int]:
-        """Which ranks have a batch, and the sum of their sizes. Raises as the class says."""
+        """Return which ranks have a batch, and the sum of the sizes. Raises as the class says."""
         rank, size = self._communicator.rank, self._communicator.size
         message = np.zeros(size + 1)
         message[rank] = state if error is None else _State.FAILED
