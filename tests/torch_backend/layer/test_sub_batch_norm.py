@@ -374,3 +374,13 @@ def test_one_value_per_channel_and_split_is_an_error_on_all_ranks() -> None:
         layer.eval()(torch.ones(1, C))
 
     run_ranks(2, run)
+
+
+def test_an_exported_layer_without_running_statistics_is_torchs() -> None:
+    """The whole batch's statistics, by an operation that a program without multibn has."""
+    layer, x = make(2, C, eps=0.3, track_running_stats=False).eval(), torch.randn(5, C, 2, 3, 4)
+    program = torch.export.export(layer, (x,))
+    assert "multibn" not in str(program.graph)
+    mean, var = x.mean((0, 2, 3, 4)), x.var((0, 2, 3, 4), correction=0)
+    expected = (x - mean.view(-1, 1, 1, 1)) / (var.view(-1, 1, 1, 1) + 0.3).sqrt()
+    torch.testing.assert_close(program.module()(x), expected)

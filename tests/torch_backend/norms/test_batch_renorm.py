@@ -1,5 +1,8 @@
 """What batch renormalization shares with batch norm, and what it refuses."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +26,22 @@ def test_a_state_of_batch_norm_loads_and_evaluates_alike() -> None:
     torch.testing.assert_close(layer.eval()(x), plain.eval()(x))
     # Until the schedule begins, training is batch norm's, too.
     torch.testing.assert_close(layer.train()(x), plain.train()(x))
+
+
+@pytest.mark.parametrize("rmax", [1.2, 3.0])
+def test_a_schedule_without_a_start_renormalizes_the_first_batch(rmax: float) -> None:
+    """The ratio of the deviations, each with eps in its variance, is clipped to [1/rmax, rmax]."""
+    layer: Any = SyncBatchRenorm1d(
+        2, 0.1, rmax=rmax, dmax=0.4, schedule=(0, 0, 0), dtype=torch.float64, affine=False
+    )
+    layer.running_mean += 0.3
+    layer.running_var *= 2
+    x = torch.tensor([[1.0, -2.0], [2.0, 2.0], [3.0, 6.0]], dtype=torch.float64)
+    mean, var = x.mean(0).numpy(), x.var(0, correction=0).numpy()
+    std, running_std = np.sqrt(var + 0.1), np.sqrt(2.1)
+    r = np.clip(std / running_std, 1 / rmax, rmax)
+    d = np.clip((mean - 0.3) / running_std, -0.4, 0.4)
+    np.testing.assert_allclose(layer(x), (x.numpy() - mean) / std * r + d, rtol=1e-12)
 
 
 def test_it_neither_splits_nor_reverts() -> None:
