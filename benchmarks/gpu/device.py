@@ -43,7 +43,9 @@ class _EqualChannel(Channel):
     """The channel of two equal ranks: their layers compare equal."""
 
     def __init__(self) -> None:
-        transport: Any = SimpleNamespace(rank=0, size=2, block=np.zeros(wire.length(256)))
+        transport: Any = SimpleNamespace(
+            rank=0, size=2, block=np.zeros(wire.length(256)), board=None
+        )
         transport.prepare_block = lambda n: lambda: self._sum(transport.block)
         transport.prepare = lambda a: lambda: self._sum(a)
         transport.close = transport.end_process = lambda **_: None

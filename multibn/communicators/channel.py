@@ -25,9 +25,8 @@ from multibn._typing import Array, HostArray
 from multibn.communicators.communicator import Communicator, Forwarding, Handle, gather
 from multibn.communicators.deferred_checks import DeferredChecks
 from multibn.communicators.diagnostics import (
-    SAME_LAYERS_ADVICE,
-    group_ranks_by,
     log_and_raise,
+    raise_for_places,
     raise_for_refusal,
     raise_for_sum,
 )
@@ -91,8 +90,8 @@ class Channel:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.rank, self.size = transport.rank, transport.size
-        self.watchdog = Watchdog(self.rank, self.size)
+        self.rank, self.size = transport.rank, transport.size  # as of a communicator
+        self.watchdog = Watchdog(transport)
         self.carrier = ""  # of the messages, "shared memory" for example; none before the first
         self._buffers: dict[int, Buffer] = {}  # by the length of payloads
         # The same on all ranks:
@@ -169,7 +168,6 @@ class Channel:
         """Free memory and connections, after the user has destroyed the group."""
         watched_channels.discard(self)
         failed = self.watchdog.failure is not None
-        self.watchdog.board = None
         self._buffers.clear()
         if not failed:  # after a failure, or in a fork, that message stays
             self.watchdog.failure = "its process group was destroyed. Give the layer another one."
@@ -187,10 +185,8 @@ class Channel:
 
     def _connect(self, text: str) -> Iterator[Poll | None]:
         for step in self.transport.open():
-            self.watchdog.board = self.transport.board
             self.watchdog.look(text)  # connecting to a rank that failed takes long
             yield step
-        self.watchdog.board = self.transport.board
 
     def _prepare(self, a: HostArray) -> Begin:
         """Return what starts summing the block, then the rest of `a` if all heads agree."""
@@ -220,10 +216,7 @@ def check_kinds(communicator: Any, kind: str, text: str, head: list[float]) -> N
         raise_for_refusal(communicator, head[:1], text)
     kinds, texts = zip(*gather((kind, text), communicator), strict=True)
     if len({*kinds}) > 1:
-        log_and_raise(
-            RuntimeError,
-            f"the ranks are in different places: {group_ranks_by(texts)}. {SAME_LAYERS_ADVICE}",
-        )
+        raise_for_places(texts)
 
 
 class ChannelCommunicator(Handle, ABC):

@@ -79,7 +79,6 @@ def raise_for_sum(communicator: Any, got: str) -> NoReturn:
     )
 
 
-# The end of an error about ranks that do not meet.
 SAME_LAYERS_ADVICE = (
     "All ranks must run the same layers in the same order with the same dtype, and all must be in "
     "training or all in evaluation."
@@ -90,6 +89,13 @@ UNUSED_LAYER_ADVICE = (
     "not use a layer, add 0 * unused.sum() to that loss, with `unused` the layer's output, or call "
     "the layer with an empty batch, layer(x[:0]).sum()."
 )
+
+
+def raise_for_places(texts: Iterable[str], advice: str = SAME_LAYERS_ADVICE) -> NoReturn:
+    """Raise because the ranks' `texts` say that they do not meet."""
+    log_and_raise(
+        RuntimeError, f"the ranks are in different places: {group_ranks_by(texts)}. {advice}"
+    )
 
 
 _has_warned = False

@@ -16,6 +16,7 @@ from multibn.communicators.diagnostics import (
     display_name,
     group_ranks_by,
     log_and_raise,
+    raise_for_places,
     raise_for_sum,
 )
 
@@ -73,12 +74,7 @@ def raise_unless_compatible(name: str, group: Any, options: dict[str, str]) -> s
     shortest = min(names, key=len)
     # One rank may have the model inside another module.
     if not all(name == shortest or name.endswith("." + shortest) for name in names):
-        log_and_raise(
-            RuntimeError,
-            "the ranks are in different places: "
-            f"{group_ranks_by(map(display_name, names))}. All ranks must run the same layers in "
-            "the same order.",
-        )
+        raise_for_places(map(display_name, names))
     # A rank whose arguments are invalid reports no options.
     differing = [
         name
@@ -121,6 +117,4 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
     texts = next(each for each in (texts, *others) if len({*each}) > 1)
     are_backward = all("(backward, " in text for text in texts)
     advice = UNUSED_LAYER_ADVICE if are_backward else SAME_LAYERS_ADVICE
-    log_and_raise(
-        RuntimeError, f"the ranks are in different places: {group_ranks_by(texts)}. {advice}"
-    )
+    raise_for_places(texts, advice)

@@ -64,12 +64,11 @@ class RankLostError(RuntimeError):
 
 
 class Watchdog:
-    """The collectives of one group of processes, as one rank sees them."""
+    """The collectives over a `Transport`, as one rank sees them."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, transport: Any) -> None:
+        self.transport = transport
         self.timeout = check_timeout()
-        self.board: StatusBoard | None = None  # until the transport has one
         # How many collectives this rank has completed. A collective needs every rank, so the other
         # ranks are at most one ahead or behind.
         self.completed = 0
@@ -96,8 +95,8 @@ class Watchdog:
         """
         if self.failure is not None:
             raise RuntimeError(
-                f"rank {self.rank} can no longer communicate (in {text}), because of an earlier "
-                f"failure: {self.failure}"
+                f"rank {self.transport.rank} can no longer communicate (in {text}), because of an "
+                f"earlier failure: {self.failure}"
             )
         try:
             done = begin()
@@ -108,17 +107,17 @@ class Watchdog:
         except BaseException as error:
             if self.failure is None:
                 # A user's own class has no board, and its own words.
-                if isinstance(error, RuntimeError) and self.board is not None:
+                if isinstance(error, RuntimeError) and self.transport.board is not None:
                     self._lost(str(text), error)
                 self._note_failure(
-                    f"rank {self.rank} was interrupted in {text} by {type(error).__name__}, and "
-                    f"the message is still under way. {_RESTART}"
+                    f"rank {self.transport.rank} was interrupted in {text} by "
+                    f"{type(error).__name__}, and the message is still under way. {_RESTART}"
                 )
             raise
 
     def close(self, error: BaseException | None) -> None:
         """Publish that this process ends, by an `error` or normally."""
-        if self.failure is None and self.board is not None:
+        if self.failure is None and self.transport.board is not None:
             if error is None or isinstance(error, SystemExit):
                 self._publish("left", self._last_text())
             else:
@@ -131,8 +130,8 @@ class Watchdog:
                 self._publish("failed", _ENDED + said)
 
     def _publish(self, state: str, text: str) -> None:
-        if self.board is not None:
-            self.board.publish(Status(state, self.completed, text))
+        if self.transport.board is not None:
+            self.transport.board.publish(Status(state, self.completed, text))
 
     def _wait_long(self, done: Poll, text: str) -> None:
         deadline = time.monotonic() + max(self.timeout - SECONDS_UNTIL_STATUS, 0.0)
@@ -162,14 +161,14 @@ class Watchdog:
         }
 
     def _read(self) -> dict[int, Status]:
-        return self.board.read() if self.board is not None else {}
+        return self.transport.board.read() if self.transport.board is not None else {}
 
     def _check_for_end(self, text: str, notices: dict[int, Status]) -> None:
         """Raise if a rank will not come, because it has left or has failed."""
         if left := [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
                 ConnectionError,
-                f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, which have "
+                f"rank {self.transport.rank} waits in {text} for rank(s) {_some(left)}, which have "
                 f"already exited or left the group: {self._describe(text, left, 'left')}. All "
                 "ranks must take the same number of steps; with torch, `join` handles uneven data.",
             )
@@ -189,8 +188,9 @@ class Watchdog:
 
     def _waited(self, seconds: float, notices: dict[int, Status], text: str) -> tuple[str, str]:
         """Return which ranks are missing, and the possible causes with what to do."""
-        waited = f"rank {self.rank} has waited {seconds:g} s in {text}"
-        absent = [r for r in range(self.size) if r not in {self.rank, *notices}]
+        rank, size = self.transport.rank, self.transport.size
+        waited = f"rank {rank} has waited {seconds:g} s in {text}"
+        absent = [r for r in range(size) if r not in {rank, *notices}]
         if not absent:
             return (
                 f"{waited}. All ranks are in this call, but the transport has not delivered the "
@@ -202,7 +202,7 @@ class Watchdog:
             f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}.",
             "Possible causes: on that rank the model is in eval() (Chainer: train=False) or was "
             "not converted, and sends no messages; torch.compile recompiles there; or rank "
-            f"{self.rank} runs validation alone with a model that is not in eval(). To wait "
+            f"{rank} runs validation alone with a model that is not in eval(). To wait "
             "longer, set MULTIBN_TIMEOUT (seconds).",
         )
 
@@ -214,11 +214,12 @@ class Watchdog:
         # This process is alive and has only lost a connection: the others must not blame it.
         self._publish("looks", text)
         end = time.monotonic() + _FIND_LOST_SECONDS
+        rank = self.transport.rank
+        others = [r for r in range(self.transport.size) if r != rank]
         while not lost:
             # A rank may break a connection before its process is seen to end, or say why it ended.
             notices = self._notices()
             self._check_for_end(text, {r: notices[r] for r in gone or notices if r in notices})
-            others = [r for r in range(self.size) if r != self.rank]
             states = {r: self._state(r) for r in others}
             lost = gone or [r for r in others if states[r] == "has ended"]
             if not lost and time.monotonic() >= end:  # any rank that is not known to be alive
@@ -228,7 +229,7 @@ class Watchdog:
             time.sleep(0.01)
         self._fail(
             ConnectionError,
-            f"rank {self.rank} lost the connection in {text}: {self._describe(text, lost)}. "
+            f"rank {rank} lost the connection in {text}: {self._describe(text, lost)}. "
             f"The transport says: {error}",
             cause=error,
         )

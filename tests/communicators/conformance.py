@@ -37,7 +37,7 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     comm.allreduce(np.zeros(1))
     comm.channel.watchdog.timeout = 0.8
     if late:
-        notices = comm.channel.watchdog.board.read
+        notices = comm.channel.transport.board.read
         others = comm.size - 1
         assert poll(lambda: [n.state for n in notices().values()] == ["failed"] * others, 60.0)
     start = time.monotonic()
@@ -71,7 +71,7 @@ def check_interruption(comm: Any, everybody: Communicator) -> None:
         earlier = signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
     else:  # they come when rank 0 has given up, however busy the machine is
-        notices = comm.channel.watchdog.board.read
+        notices = comm.channel.transport.board.read
         assert poll(lambda: getattr(notices().get(0), "state", "") == "failed", 60.0)
     for _ in range(3):
         try:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,9 +37,13 @@ class StatusBoard:
         return {r: Status(*json.loads(json.dumps(n))) for r, n in others.items()}
 
 
+def _watchdog(rank: int, size: int, notices: dict[int, Status] | None = None) -> Watchdog:
+    board = None if notices is None else StatusBoard(notices, rank)
+    return Watchdog(SimpleNamespace(rank=rank, size=size, board=board))
+
+
 def _introduced(world: ThreadCommunicator, notices: dict[int, Status], pid: int = 0) -> Watchdog:
-    watchdog = Watchdog(world.rank, world.size)
-    watchdog.board = StatusBoard(notices, world.rank)
+    watchdog = _watchdog(world.rank, world.size, notices)
     watchdog.exchange_pids(world._exchange)
     if pid:
         watchdog._peers[1] = *watchdog._peers[1][:2], pid
@@ -82,7 +87,7 @@ _LEFT = (
     "end, begin, kind, told",
     [
         pytest.param(
-            lambda watchdog: watchdog.board.publish(Status("failed", 0, "a reason")),
+            lambda watchdog: watchdog.transport.board.publish(Status("failed", 0, "a reason")),
             _begin,
             RuntimeError,
             "rank 1 has failed: a reason",
@@ -126,7 +131,9 @@ _LEFT = (
             id="its connection is lost",
         ),
         pytest.param(  # rank 1 has told of rank 3 and ended, before rank 0 looks
-            lambda watchdog: watchdog.board.publish(Status("failed", 1, "rank 1 lost rank 3")),
+            lambda watchdog: watchdog.transport.board.publish(
+                Status("failed", 1, "rank 1 lost rank 3")
+            ),
             _broken(RankLostError(1)),
             RuntimeError,
             "rank 1 has failed: rank 1 lost rank 3",
@@ -203,7 +210,7 @@ def test_who_waits_says_one_word_before_the_deadline(
     # The deadline comes long after the word: a busy machine may stop this process in between.
     monkeypatch.setattr("multibn.communicators.watchdog.SECONDS_UNTIL_STATUS", 0.1)
     monkeypatch.setattr("multibn.communicators.watchdog.SECONDS_UNTIL_LOG", 0.2)
-    watchdog = Watchdog(0, 2)
+    watchdog = _watchdog(0, 2)
     watchdog.timeout = 0.9
     for call in (1, 2):
         error = str(_says(watchdog.wait, _begin, f"bn (forward, float32, call {call})"))
@@ -224,8 +231,7 @@ def test_who_ends_by_an_error_repeats_what_failed_on_others(
     """The error may be DistributedDataParallel's, of a connection that another rank has closed."""
     told = {1: Status("failed", 3, "rank 1 has waited 3 s")}
     told[2] = Status("failed", 3, "its program has ended by TimeoutError: rank 2 has waited")
-    watchdog = Watchdog(0, 3)
-    watchdog.board = StatusBoard(told, 0)
+    watchdog = _watchdog(0, 3, told)
     watchdog.close(RuntimeError("Connection closed by peer"))
     assert capfd.readouterr().err == "multibn: rank 1 has failed: rank 1 has waited 3 s\n"
 
@@ -234,8 +240,8 @@ def test_a_message_that_all_ranks_wait_for_is_the_transports_fault(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("multibn.communicators.watchdog.SECONDS_UNTIL_LOG", 0.5)
-    watchdog = Watchdog(0, 2)
-    watchdog.board, watchdog.timeout = (StatusBoard({1: Status("waits", 0, "a (forward)")}, 0), 1.2)
+    watchdog = _watchdog(0, 2, {1: Status("waits", 0, "a (forward)")})
+    watchdog.timeout = 1.2
     error = _says(watchdog.wait, _begin, "a (forward)")
     assert isinstance(error, TimeoutError)
     delivered = (
@@ -308,7 +314,7 @@ def _is_over(event: float) -> bool:
 @pytest.mark.parametrize("timeout", [0.1, 0.6])
 def test_a_deadline_holds_before_the_ranks_know_each_other(timeout: float) -> None:
     start = time.monotonic()
-    watchdog = Watchdog(0, 1000)
+    watchdog = _watchdog(0, 1000)
     watchdog.timeout = timeout
     error = _says(watchdog.wait, _begin, "the first exchange")
     assert timeout <= time.monotonic() - start < timeout + 30.0

@@ -111,7 +111,9 @@ class _EqualChannel(Channel):
     """Layers of equal ranks compare equal."""
 
     def __init__(self, equal: EqualRanks) -> None:
-        transport: Any = SimpleNamespace(rank=0, size=equal.size, block=np.zeros(wire.length(256)))
+        transport: Any = SimpleNamespace(
+            rank=0, size=equal.size, block=np.zeros(wire.length(256)), board=None
+        )
         transport.prepare_block = lambda n: lambda: self._sum(transport.block)
         transport.prepare = lambda a: lambda: self._sum(a)
         transport.close = transport.end_process = lambda **_: None

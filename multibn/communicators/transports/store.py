@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import cache
 
 import torch.distributed as dist
@@ -55,7 +56,7 @@ class StoreStatusBoard:
         self._ask(lambda: self._clear(size), must=True)
 
     def finish(self) -> None:
-        _messenger().finish()
+        _messenger().wait()
 
     def _ask(self, task: Callable[[], object], *, must: bool = False) -> None:
         def unless_ended() -> None:
@@ -101,35 +102,29 @@ class _StoreThread:
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._unanswered = 0
-        self._changed = threading.Condition()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[None]]]
+        self._tasks, self._latest = queue.SimpleQueue(), Future()
+        self._latest.set_result(None)
         threading.Thread(target=self._run, daemon=True, name="multibn-store").start()
 
     def ask(self, task: Callable[[], object], *, must: bool = False) -> None:
         """Run `task` in the thread, and wait briefly. With another pending, only if it `must`."""
-        with self._changed:
-            is_silent = self._unanswered > 0
-            if is_silent and not must:
-                return
-            self._unanswered += 1
-            self._tasks.put(task)
-            seconds = _SURE_ANSWER if must and not is_silent else _ANSWER
-            self._changed.wait_for(lambda: not self._unanswered, seconds)
+        is_silent = not self._latest.done()
+        if must or not is_silent:
+            self._latest = Future()
+            self._tasks.put((task, self._latest))
+            self.wait(_SURE_ANSWER if must and not is_silent else _ANSWER)
 
-    def finish(self) -> None:
-        """Wait for all answers."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._unanswered, _LAST_ANSWER)
+    def wait(self, seconds: float = _LAST_ANSWER) -> None:
+        """Wait for the answer to the latest task."""
+        wait([self._latest], seconds)
 
     def _run(self) -> None:
         while True:
-            task = self._tasks.get()
+            task, answered = self._tasks.get()
             task()
-            del task
-            with self._changed:
-                self._unanswered -= 1
-                self._changed.notify_all()
+            del task  # a store ends with its group
+            answered.set_result(None)
 
 
 @cache
