@@ -123,7 +123,7 @@ class Plan:
         weight, count = self._weight, self._count
         if args.mask is not None:
             weight, count = masks.weigh(args, self.weighting)
-        memory = messages.memory if messages.is_fixed else messages.new(args.x)
+        memory = messages.new(args.x) if messages.memory is None else messages.memory
         sent = self._verbs.begin_forward(args, weight, count, messages.mark, out=memory)
         summed = messages.allreduce(sent)
         moving = args
@@ -171,13 +171,10 @@ class Plan:
             _, near = again.forward(about, recorded=False)
             batch = unpack(near)
             batch = batch._replace(mean=centre + batch.mean)
-            if args.running is not None:
-                update_running(args.running, batch, count)
-            return self._verbs.normalize(args, batch), batch
-        statistics.raise_for(state, during, summed, args.x)
-        batch = steps.skipped(batch)
-        if type(args.running) is StepAccumulator:
-            args.running.add(batch, local_count=count)
+        else:
+            statistics.raise_for(state, during, summed, args.x)
+            batch = steps.skipped(batch)
+        update_running(args.running, batch, count)
         return self._verbs.normalize(args, batch), batch
 
     def _check_mask(self, args: NormArgs, summed: Array, batch: BatchStatistics) -> None:
@@ -206,7 +203,7 @@ class Plan:
         if messages is None:
             of = self.communicator, "backward", g.input.x, self._lengths[1], self._copied
             messages = self._backward = _Messages(*of)
-        memory = messages.memory if messages.is_fixed else messages.new(g.input.x)
+        memory = messages.new(g.input.x) if messages.memory is None else messages.memory
         payload, dweight, dbias, *begun = verbs.begin_backward(g, out=memory)
         summed = messages.allreduce(payload)
         if means:
@@ -227,8 +224,8 @@ class Plan:
 class _Messages:
     """The messages of one phase: memory for their payloads, what sums them, this rank's mark.
 
-    The memory `is_fixed`, the channel's or None where a communicator has none to offer, or is made
-    for each message. `size` is the number of ranks.
+    The `memory` is the channel's; if it is None, `new(like)` returns that of one message, or None
+    where a communicator has none to offer. `size` is the number of ranks.
     """
 
     memory: Any = None
@@ -240,21 +237,18 @@ class _Messages:
         if type(communicator) is LayerCommunicator:
             communicator = communicator.for_phase(phase, x.dtype, n, like=x, **facts)
         self.communicator, self.allreduce = communicator, communicator.allreduce
-        self.size = communicator.size
-        self.is_fixed = True
+        self.size, self.mark = communicator.size, wire.rank_bit(communicator.rank)
         if type(communicator) is not LayerPhase:
-            self.mark = wire.rank_bit(communicator.rank)
             return
         if copied:
             self.allreduce = partial(communicator.allreduce, copied=True)
-        self.mark = communicator.mark
         place = _memory_kind(x)
         if place == "host" and self.size > 1:
             self.memory = communicator.buffer()
         elif place == "host":
-            self.is_fixed, self.new = False, lambda _: np.empty(n)
+            self.new = lambda like: np.empty(n)
         elif place == "torch's GPU":
-            self.is_fixed, self.new = False, communicator.message
+            self.new = communicator.message
 
 
 def _memory_kind(x: Array) -> str:

@@ -226,10 +226,10 @@ class StepAccumulator:
 
 
 def update_running(
-    running: Running | StepAccumulator, batch: BatchStatistics, local_count: Array
+    running: Running | StepAccumulator | None, batch: BatchStatistics, local_count: Array
 ) -> None:
-    """Move running statistics by those of a batch, or add the batch to a pool."""
+    """Move running statistics by those of a batch, or add the batch to a pool, if there is one."""
     if isinstance(running, StepAccumulator):
         running.add(batch, local_count=local_count)
-    else:
+    elif running is not None:
         steps.update_running(running, *batch[:3], local_count)

@@ -275,8 +275,7 @@ def differentiable_forward(
     batch = BatchStatistics(*[part.detach() for part in batch])
     if not replays:
         recompute.record(batch, args, Plan(args, communicator, weighting=weighting))
-        if args.running is not None:
-            update_running(args.running, batch, masks.weigh(args, "element")[1])
+        update_running(args.running, batch, masks.weigh(args, "element")[1])
     return y, batch
 
 
