@@ -44,13 +44,12 @@ class _EqualChannel(Channel):
 
     def __init__(self) -> None:
         transport: Any = SimpleNamespace(
-            rank=0, size=2, block=np.zeros(wire.length(256)), board=None
+            rank=0, size=2, block=np.zeros(wire.length(256)), board=None, carrier="equal ranks"
         )
         transport.prepare_block = lambda n: lambda: self._sum(transport.block)
         transport.prepare = lambda a: lambda: self._sum(a)
         transport.close = transport.end_process = lambda **_: None
         super().__init__(transport)
-        self.carrier = "equal ranks"
 
     def allreduce_checked(self, a: HostArray, *facts: str) -> HostArray:
         return 2 * a

@@ -96,7 +96,8 @@ def collect(communicator: Communicator) -> dict[str, Any]:
     found = gather(worker.measure(communicator, adapters, CASES), communicator)
     errors = sorted(worker.Error(*each) for rank in found for each in rank)
     numbers = {f"{e.adapter}, {e.case}": e for e in errors}  # the worst of each case sorts last
-    over = getattr(getattr(communicator, "channel", None), "carrier", "")
+    channel = getattr(communicator, "channel", None)
+    over = "" if channel is None else channel.transport.carrier
     peer = "NCCL" if gpu else "gloo"
     if hasattr(communicator, "mpi_comm"):
         peer = "MPI"

@@ -44,7 +44,7 @@ class Transport(ABC):
     rank: int
     size: int
     board: StatusBoard | None = None  # where notices are left; None before the first message
-    carrier: str  # the name of what carries layers' messages
+    carrier = ""  # what carries messages, "shared memory" for example; "" until the ranks connect
     block: HostArray  # float64 numbers: the memory of the first part of every message
 
     def check(self) -> None:  # noqa: B027
@@ -92,7 +92,6 @@ class Channel:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size  # as of a communicator
         self.watchdog = Watchdog(transport)
-        self.carrier = ""  # of the messages, "shared memory" for example; none before the first
         self._buffers: dict[int, Buffer] = {}  # by the length of payloads
         # The same on all ranks:
         self.compared: Compared = {}  # of functions; layers have their own in LayerCommunicator
@@ -174,11 +173,10 @@ class Channel:
         self.transport.close(failed=failed)
 
     def _open(self, text: object) -> None:
-        if self.carrier:
+        if self.transport.carrier:
             return
         self.transport.check()
         self.watchdog.wait(lambda: chain(self._connect(str(text))), text)
-        self.carrier = self.transport.carrier
         every: Any = SimpleNamespace(rank=self.rank, size=self.size)
         every.allreduce = lambda a: self.allreduce_checked(a, "introduction", text=str(text))
         self.watchdog.exchange_pids(lambda me: gather(me, every))
@@ -258,8 +256,8 @@ class _Own(ChannelCommunicator, Transport):
 
     def __init__(self, find: Callable[[], Any]) -> None:
         own = find()
-        self.rank, self.size, self.carrier = own.rank, own.size, type(own).__qualname__
-        self._find = find
+        self.rank, self.size = own.rank, own.size
+        self._find, self._name = find, type(own).__qualname__
         self.block = np.zeros(wire.length(_WIDEST))
         self._channel = Channel(self)
 
@@ -289,13 +287,14 @@ class _Own(ChannelCommunicator, Transport):
         if got != expected:
             log_and_raise(
                 TypeError,
-                f"`rank`, `size` and `allreduce` of {self.carrier} do not fit: the sum of "
+                f"`rank`, `size` and `allreduce` of {self._name} do not fit: the sum of "
                 f"[1, rank, size, {_EXACT}] over all ranks must be {expected}: got {got}, on rank "
                 f"{self.rank!r} of {self.size!r}. Correct these members.",
             )
 
     def open(self) -> Iterator[Poll | None]:
-        yield None
+        self.carrier = self._name
+        return iter(())
 
     def prepare_block(self, n: int) -> Begin:
         return partial(self._sum_in_place, self.block, n)  # all of it: ranks may differ in `n`

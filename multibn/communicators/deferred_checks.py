@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -92,7 +92,8 @@ class DeferredChecks:
                     summed = each() if wait is None else to_host(each)
                     is_usual = summed[: wire.HEAD].tolist() == head
                     if not (is_usual and np.abs(summed).max() < wire.LARGEST_SUM):
-                        check(summed)
+                        with suppress(ReferenceError):  # the layer was deleted since
+                            check(summed)
         except Exception:
             self._pending.clear()  # what follows an error says nothing new
             raise

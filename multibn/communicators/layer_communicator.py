@@ -6,15 +6,16 @@ and the head of each later one has a fingerprint of what the rank is doing (see 
 ranks see the same sum of heads, so that all of them turn to ask each other in the same moment.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
-from weakref import proxy, ref
+from weakref import proxy
 
 import numpy as np
 
 from multibn import wire
-from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
+from multibn._arrays import from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array, HostArray
 from multibn.communicators import nonfinite
 from multibn.communicators.channel import Compared, resolved
@@ -61,7 +62,6 @@ class LayerCommunicator(Forwarding):
         self.phases: dict[tuple[str, Any, bool, bool, int], LayerPhase] = {}
         # The plans of the layer's steps, by all in which steps may differ: `multibn.engine.plan`.
         self.plans: dict[Any, Any] = {}
-        self._plans: dict[str, dict[Any, Any]] = {}  # for options of other moments
         self._elsewhere: dict[Communicator, LayerCommunicator] = {}
 
     @property
@@ -80,13 +80,10 @@ class LayerCommunicator(Forwarding):
         return {name: f"{name}={value}" for name, value in self.options().items()}
 
     def look_at_options(self) -> None:
-        """Take the plans for the options of this moment, which the next messages compare."""
+        """Make plans for the options of this moment, which the next messages compare."""
         before = vars(self).pop("texts", None)
         if before is not None and self.texts != before:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            self._plans[str(before)] = self.plans
-            self.plans = self._plans.pop(str(self.texts), {})
+            self.plans = {}
 
     def _look_up(self) -> Communicator:
         return self.communicator
@@ -166,12 +163,6 @@ def reject_input(
         group.channel.send_refusal()
 
 
-def _check(find_phase: "ref[LayerPhase]", call: int, summed: HostArray) -> None:
-    phase = find_phase()  # a message keeps no layer alive
-    if phase is not None:
-        phase.check(summed, call)
-
-
 class LayerPhase(Forwarding):
     """A layer's communicator in one phase, for messages of one length.
 
@@ -194,14 +185,12 @@ class LayerPhase(Forwarding):
         before = layer.phases.get(key)
         self._calls: list[int] = before._calls if before and before.is_over(group) else [0]
         self._latest = proxy(self)  # whose text is that of the latest call; keeps no layer alive
-        # On a GPU: the dtype of messages, None where they go through host memory.
-        self._dtypes: dict[Any, Any] = {}
         self._group = group
         self._channel: Any = getattr(group, "channel", None)
         # A message's memory is nobody else's.
         self._reduce = getattr(group, "allreduce_in_place", group.allreduce)
         head = self._handshake(like) if group.size != 1 else []
-        self._size, self.mark = int(group.size), wire.rank_bit(group.rank)
+        self._size = int(group.size)
         # NumPy takes 1.2 us to copy a few numbers, memoryviews 0.1.
         self._sent_head = np.array(head).data
         # What all ranks together send, if each sends the same.
@@ -228,16 +217,14 @@ class LayerPhase(Forwarding):
             self._head, self._payload, self._begin = self._channel.buffer(self._num_numbers, text)
         return self._payload
 
-    def message(self, like: Array) -> Message | None:
-        """Memory on a torch GPU for a message; None if the message goes through host memory."""
-        device = like.device
-        if device not in self._dtypes:
-            takes = self._size > 1 and self._group.reduces_on_device(like)
-            self._dtypes[device] = array_namespace(like).float64 if takes else None
-        dtype = self._dtypes[device]
-        if dtype is None:
-            return None
-        return Message(like.new_empty(self._length(), dtype=dtype), self._fingerprint)
+    def reduces_on_device(self, x: Array, /) -> bool:
+        """Whether messages like `x` are summed on its device, and go through no host memory."""
+        return self._size > 1 and bool(self._group.reduces_on_device(x))
+
+    def message(self, like: Array) -> Message:
+        """Memory for a message on the torch GPU of `like`, where `reduces_on_device(like)`."""
+        float64 = sys.modules["torch"].float64
+        return Message(like.new_empty(self._length(), dtype=float64), self._fingerprint)
 
     def allreduce(self, x: Array | Message, /, *, copied: bool = False) -> Array:
         """Sum a payload; raise on all ranks if the ranks are in different places.
@@ -279,8 +266,9 @@ class LayerPhase(Forwarding):
     def send_refusal(self, like: Any) -> None:
         """Take part in the others' message on a GPU, as a rank that refuses its input."""
         self._calls[0] += 1
-        numbers = np.full(self._length(), self.mark)  # the others' statistics are NaN, not wrong
-        numbers[: wire.HEAD] = wire.head(self.mark)
+        mark = wire.rank_bit(self.rank)
+        numbers = np.full(self._length(), mark)  # the others' statistics are NaN, not wrong
+        numbers[: wire.HEAD] = wire.head(mark)
         self._on_device(from_host(numbers, like), self._group.allreduce, copied=False)
 
     def __str__(self) -> str:
@@ -322,11 +310,11 @@ class LayerPhase(Forwarding):
         self._channel.deferred_checks.check_if_due(IN_GRAPH_MEMORY if copied else None)
         summed = reduce(numbers)
         kind = IN_GRAPH_MEMORY if copied else (summed.shape, summed.device, stream_of(summed))
-        check = partial(_check, ref(self), self._calls[0])
+        check = partial(type(self).check, self._latest, self._calls[0])  # keeps no layer alive
         self._channel.deferred_checks.add(summed, kind, self._expected, check)
         return summed[self._in_message]
 
-    def check(self, summed: HostArray, number: int) -> None:
+    def check(self, number: int, summed: HostArray) -> None:
         """Raise on all ranks unless the messages that a GPU has summed in a call belong together.
 
         The ranks have gone on since, and may be in the same layer again.

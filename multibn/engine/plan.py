@@ -247,7 +247,7 @@ class _Messages:
             self.memory = communicator.buffer()
         elif place == "host":
             self.new = lambda like: np.empty(n)
-        elif place == "torch's GPU":
+        elif place == "torch's GPU" and communicator.reduces_on_device(x):
             self.new = communicator.message
 
 

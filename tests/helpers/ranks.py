@@ -112,13 +112,17 @@ class _EqualChannel(Channel):
 
     def __init__(self, equal: EqualRanks) -> None:
         transport: Any = SimpleNamespace(
-            rank=0, size=equal.size, block=np.zeros(wire.length(256)), board=None
+            rank=0,
+            size=equal.size,
+            block=np.zeros(wire.length(256)),
+            board=None,
+            carrier="equal ranks",
         )
         transport.prepare_block = lambda n: lambda: self._sum(transport.block)
         transport.prepare = lambda a: lambda: self._sum(a)
         transport.close = transport.end_process = lambda **_: None
         super().__init__(transport)
-        self._equal, self.carrier = equal, "equal ranks"
+        self._equal = equal
 
     def allreduce_checked(self, a: HostArray, *facts: str) -> HostArray:
         return np.asarray(self._equal.allreduce_on_device(a))

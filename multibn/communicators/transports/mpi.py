@@ -166,8 +166,6 @@ class _Transport(Transport):
     long send any. MPI delivers them, and forgets them with the group.
     """
 
-    carrier = "mpi"
-
     def __init__(self, comm: "Comm") -> None:
         self.rank, self.size = comm.rank, comm.size
         self.block = np.zeros(_BLOCK_NUMBERS)
@@ -190,7 +188,7 @@ class _Transport(Transport):
         self.duplicate, request = self._comm.Idup()
         yield partial(poll, request.Test)
         # Collectives and point-to-point messages of one communicator do not meet.
-        self.board = self
+        self.board, self.carrier = self, "mpi"
         self._begin_block = self.prepare(self.block)
 
     def prepare_block(self, n: int) -> Begin:

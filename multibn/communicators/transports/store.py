@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 
@@ -102,8 +103,8 @@ class _StoreThread:
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[None]]]
-        self._tasks, self._latest = queue.SimpleQueue(), Future()
+        self._tasks: Any = queue.SimpleQueue()  # of functions, and the answer to each
+        self._latest: Future[None] = Future()
         self._latest.set_result(None)
         threading.Thread(target=self._run, daemon=True, name="multibn-store").start()
 

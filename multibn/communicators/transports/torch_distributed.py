@@ -214,18 +214,18 @@ class _Transport(Transport):
         store = part_of_store(dist.distributed_c10d._get_default_store(), self._name, self.size)
         self.board = StoreStatusBoard(store, self.rank)
         yield barrier(store, self.size)
-        self.carrier, room = "nccl", BLOCK_NUMBERS
+        carrier, room = "nccl", BLOCK_NUMBERS
         # A network that works for NCCL need not work for gloo.
         if "cpu" in self._backends and dist.is_gloo_available():
             self._private_gloo = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
             machine = dist.PrefixStore("machine", store)
             self._shared_memory = yield from create_shared_memory(machine, self.rank, self.size)
             if self._shared_memory is None:
-                self.carrier = "gloo"
+                carrier = "gloo"
                 yield from self._private_gloo.connect()
             else:
-                self.carrier, room = "shared memory", SLOT_NUMBERS
-        self.block = np.zeros(room)
+                carrier, room = "shared memory", SLOT_NUMBERS
+        self.block, self.carrier = np.zeros(room), carrier
 
     def prepare_block(self, n: int) -> Begin:
         # In shared memory, ranks may come with unlike lengths.
