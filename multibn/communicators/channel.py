@@ -136,13 +136,12 @@ class Channel:
         self.transport.block[: wire.HEAD] = wire.head(wire.rank_bit(self.rank))
         self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)
 
-    def buffer(self, n: int, text: object) -> Buffer:
+    def buffer(self, n: int) -> Buffer:
         """Return the memory of a head and of `n` numbers, and what starts summing both.
 
-        Every message of the group uses this memory. Collective at the group's first message.
+        Every message of the group uses this memory. The ranks have exchanged a message before.
         """
         if n not in self._buffers:
-            self._open(text)
             block = self.transport.block
             head, payload = block[: wire.HEAD].data, block[wire.HEAD :][:n]
             if payload.size < n:

@@ -170,8 +170,7 @@ class LayerPhase(Forwarding):
     compared their layers.
     """
 
-    # From the first message on: memory of the channel's.
-    _payload: HostArray | None = None
+    _payload: HostArray | None = None  # memory of the channel's; None for one process
 
     def __init__(
         self, layer: LayerCommunicator, group: Any, key: tuple[str, Any, bool, bool, int], like: Any
@@ -189,13 +188,17 @@ class LayerPhase(Forwarding):
         self._channel: Any = getattr(group, "channel", None)
         # A message's memory is nobody else's.
         self._reduce = getattr(group, "allreduce_in_place", group.allreduce)
-        head = self._handshake(like) if group.size != 1 else []
         self._size = int(group.size)
+        if self._size == 1:
+            return
+        head = self._handshake(like)
         # NumPy takes 1.2 us to copy a few numbers, memoryviews 0.1.
         self._sent_head = np.array(head).data
         # What all ranks together send, if each sends the same.
         self._expected = [self._size * v for v in head]
         self._expected_head = np.array(self._expected).data
+        self._watchdog = self._channel.watchdog
+        self._head, self._payload, self._begin = self._channel.buffer(n)
 
     def is_over(self, group: Any) -> bool:
         """Whether the messages still go to the ranks of `group`."""
@@ -204,18 +207,9 @@ class LayerPhase(Forwarding):
     def _look_up(self) -> Any:
         return self._group
 
-    def buffer(self) -> HostArray | None:
-        """Memory for the payload, which `allreduce` sends without a copy.
-
-        None where the communicator has no channel. Collective at the first message of this length.
-        """
-        if self._size == 1:
-            return np.empty(self._num_numbers)
-        if self._channel is not None and self._payload is None:
-            text = self._call(self._calls[0] + 1)
-            self._watchdog = self._channel.watchdog
-            self._head, self._payload, self._begin = self._channel.buffer(self._num_numbers, text)
-        return self._payload
+    def buffer(self) -> HostArray:
+        """Memory for the payload, which `allreduce` sends without a copy."""
+        return np.empty(self._num_numbers) if self._payload is None else self._payload
 
     def reduces_on_device(self, x: Array, /) -> bool:
         """Whether messages like `x` are summed on its device, and go through no host memory."""
@@ -256,7 +250,6 @@ class LayerPhase(Forwarding):
             return self._on_device(numbers, self._group.allreduce, copied)
         self._calls[0] -= 1  # counted by the call below
         payload = self.buffer()
-        assert payload is not None
         payload[:] = to_host(x)
         self.allreduce(payload)
         if not is_on_host(x) and self.name == "forward":  # the caller looks at no numbers on a GPU

@@ -198,8 +198,8 @@ class _CountingChannel(Channel):
         self._counting.messages.append(a.size)
         return self._inner.allreduce(a, place)
 
-    def buffer(self, n: int, text: object) -> Buffer:
-        head, payload, inner_begin = self._inner.buffer(n, text)
+    def buffer(self, n: int) -> Buffer:
+        head, payload, inner_begin = self._inner.buffer(n)
 
         def begin() -> Poll | None:
             self._counting.messages.append(wire.HEAD + n)
