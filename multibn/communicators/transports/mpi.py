@@ -217,23 +217,20 @@ class _Transport(Transport):
 
     def publish(self, notice: Status, /) -> None:
         data = json.dumps(notice).encode()
-        for rank in self._others():
-            self._sent.append((self.duplicate.Isend(data, rank), data))
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._sent.append((self.duplicate.Isend(data, rank), data))
 
     def read(self) -> dict[int, Status]:
         from mpi4py import MPI as mpi
 
         status = mpi.Status()
-        for rank in self._others():
-            while self.duplicate.Iprobe(rank, status=status):
-                data = bytearray(status.count)
-                self.duplicate.Recv(data, rank)
-                self._notices[rank] = Status(*json.loads(data))
+        while self.duplicate.Iprobe(status=status):  # from any rank
+            data = bytearray(status.count)
+            self.duplicate.Recv(data, status.source)
+            self._notices[status.source] = Status(*json.loads(data))
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
         return self._notices
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
 
 
 class _Sum:
