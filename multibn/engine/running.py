@@ -190,7 +190,7 @@ class StepAccumulator:
     def __init__(self, like: Array, /) -> None:
         wide = steps.as_wide(like)
         xp = array_namespace(wide)
-        self._mean, self._squares = xp.zeros_like(wide), xp.zeros_like(wide)  # squares: about _mean
+        self._mean, self._var = xp.zeros_like(wide), xp.zeros_like(wide)
         self._count, self._local_count = xp.sum(self._mean), xp.sum(self._mean)
 
     def add(self, batch: BatchStatistics, /, *, local_count: float | Array) -> None:
@@ -205,11 +205,8 @@ class StepAccumulator:
         # nothing, as a gradient scaler skips it.
         mean = xp.where(count > 0, mean, self._mean + 0 * mean)
         var = xp.where(count > 0, var, 0 * count)
-        total = self._count + count
-        share = count / (total + (total == 0))
-        shift = mean - self._mean
-        self._squares += count * var + self._count * share * shift * shift
-        self._mean += share * shift
+        pooled = merged((self._mean, self._var, self._count), (mean, var, count))
+        self._mean[...], self._var[...] = pooled[:2]
         self._count += count
         self._local_count += local_count * (count > 0)
 
@@ -217,8 +214,7 @@ class StepAccumulator:
         """Statistics of all batches together, and this rank's elements per channel."""
         xp = array_namespace(self._mean)
         count = xp.where(xp.isnan(xp.sum(self._mean)), 0 * self._count, self._count)
-        per_element = 1.0 / steps.at_least_one(count)
-        batch = BatchStatistics(self._mean, self._squares * per_element, count, per_element)
+        batch = BatchStatistics(self._mean, self._var, count, 1.0 / steps.at_least_one(count))
         return batch, self._local_count
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
