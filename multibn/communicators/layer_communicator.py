@@ -197,8 +197,8 @@ class LayerPhase(Forwarding):
         # What all ranks together send, if each sends the same.
         self._expected = [self._size * v for v in head]
         self._expected_head = np.array(self._expected).data
-        self._watchdog = self._channel.watchdog
-        self._head, self._payload, self._begin = self._channel.buffer(n)
+        self._watchdog = group.channel.watchdog
+        self._head, self._payload, self._begin = group.channel.buffer(n)
 
     def is_over(self, group: Any) -> bool:
         """Whether the messages still go to the ranks of `group`."""

@@ -91,9 +91,8 @@ def weigh(args: NormArgs, weighting: Weighting, /) -> tuple[float | Array, float
     if weighting != "element":  # the only weighting known not to read the samples, and the default
         others = tuple(k for k in range(args.mask.ndim) if k != args.axis[0])
         samples = xp.count_nonzero(xp.any(args.mask, axis=others))
-    numbers: Any = steps.as_wide
-    if is_on_host(args.mask) and not is_abstract(args.mask):
-        numbers = float
+    is_readable = is_on_host(args.mask) and not is_abstract(args.mask)
+    numbers: Any = float if is_readable else steps.as_wide
     counted, samples = (numbers(n) if hasattr(n, "dtype") else n for n in (counted, samples))
     weight = rank_weight(counted, samples, weighting)
     return _MASKED_OUT if count and isinstance(weight, float) and not weight else weight, counted

@@ -66,7 +66,7 @@ def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
         args.mask is None, type(running), weight is None, call_context(),
     )  # fmt: skip
     if weight is not None:
-        key += type(weight), weight.shape, weight.dtype, weight.device, bias is None
+        key += type(weight), weight.shape, weight.dtype, weight.device
     if bias is not None:
         key += type(bias), bias.shape, bias.dtype, bias.device
     if type(running) is Running:

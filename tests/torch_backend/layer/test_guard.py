@@ -3,12 +3,16 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from multibn.engine.running import StepAccumulator
+from multibn.kernels import NormArgs, Running
 from multibn.torch import (
     NaiveSyncBatchNorm2d,
     SubBatchNorm2d,
@@ -17,6 +21,7 @@ from multibn.torch import (
     convert_sync_batchnorm,
     step_statistics,
 )
+from multibn.torch_backend.layer.autograd import plan_key
 from tests.helpers.spread import OTHERS
 from tests.torch_backend.convert.test_class_swap import Activated2d
 
@@ -89,6 +94,71 @@ def test_a_change_between_two_steps_is_seen(row: str) -> None:
     assert len(now) == 1 + (now is plans and row != "weight")
     for name, buffer in fresh.named_buffers():
         assert torch.equal(layer.get_buffer(name), buffer), name
+
+
+_X, _C = torch.ones(4, 3, 5), torch.ones(3)
+_ARGS = NormArgs(_X, _C, _C, 1e-5, (0, 2), running=Running(_C, _C, 0.1))
+
+
+def _unlike(a: Tensor) -> list[Tensor]:
+    """Tensors that differ from `a` in one of shape, dtype and device."""
+    return [torch.ones(2, *a.shape[1:]), a.double(), a.to("meta")]
+
+
+_nests = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
+
+@_nests
+def test_each_part_of_a_key_tells_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[dict[str, Any]] = [
+        {},
+        *({"x": x} for x in (*_unlike(_X), torch.ones(4, 5, 3).mT, _X.clone().requires_grad_())),
+        *({"eps": 0.5}, {"axis": (0,)}, {"relu": True}, {"mask": _X > 0}),
+        *({name: v} for name in ("weight", "bias") for v in (*_unlike(_C), nn.Parameter(_C), None)),
+        {"weight": None, "bias": None},
+        *({"running": _ARGS.running._replace(mean=v)} for v in _unlike(_C)),
+        *({"running": _ARGS.running._replace(var=v)} for v in _unlike(_C)),
+        *({"running": None}, {"running": StepAccumulator(_C)}),
+        *(
+            {"residual": residual}
+            for residual in (_X, *_unlike(_X), torch.nested.nested_tensor([_C]))
+        ),
+    ]
+    keys = [plan_key(_ARGS._replace(**each), "element") for each in others]
+    keys.append(plan_key(_ARGS, "rank"))
+    ddp: Any = nn.Identity()  # stands for the wrapper whose forward pass runs
+    ddp._join_config = SimpleNamespace(enable=False)
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", ddp)
+    keys.append(plan_key(_ARGS, "element"))
+    assert None not in keys
+    assert len({*keys}) == len(keys)
+
+
+class _Subclass(Tensor):
+    pass
+
+
+@_nests
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # with torch 2.13
+def test_what_a_plan_is_not_made_for_has_no_key() -> None:
+    found: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        found.append(plan_key(_ARGS, "element"))
+        return x
+
+    sparse, subclass = _X.to_sparse(), _X.as_subclass(_Subclass)
+    nested = torch.nested.nested_tensor([_C])
+    found += (plan_key(_ARGS._replace(x=x), "element") for x in (sparse, subclass, nested))
+    found += (plan_key(_ARGS._replace(residual=r), "element") for r in (sparse, subclass))
+    torch.func.vmap(look)(_X)
+    make_fx(look)(_X)
+    torch.jit.trace(look, _X, check_trace=False)
+    with torch.autograd.forward_ad.dual_level():
+        look(_X)
+    assert found == [None] * 9
+    look(_X)
+    assert found[-1] is not None
 
 
 def test_grad_mode_is_seen() -> None:
