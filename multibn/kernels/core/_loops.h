@@ -86,14 +86,22 @@ INLINE TARGET double NAME(total)(NAME(vector) v)
      : kind == SIGN_OF_Y ? NAME(select)(NAME(load)(y + (at)) > 0, NAME(load)(dy + (at)))           \
                          : NAME(load)(dy + (at)))
 
-/* Add the sums of g and g * d over n values in a row, n at least LANES. */
-INLINE TARGET void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t *mask, int64_t n, A centre,
-                             A factor, A offset, const int kind, const int masked, int far, double *first,
-                             double *second)
+/* Add the sums of g and g * d of each plane. Some values in a row, at least LANES, are summed in A. */
+INLINE TARGET void NAME(sums_of)(const Rows *r, const int kind, const int masked)
 {
     typedef NAME(vector) V;
     typedef NAME(mask) M;
-    V firsts[4] = {{0}}, seconds[4] = {{0}};
+    const M all = (V){0} == 0;
+    for (int64_t c = 0, from = 0; c < r->planes; c++)
+        for (int64_t begin = 0, n; begin < r->S; begin += n, from += n) {
+            const A *x = (const A *)r->x + from, *dy = kind == MOMENTS ? NULL : (const A *)r->dy + from;
+            const A *y = kind == SIGN_OF_Y ? (const A *)r->y + from : NULL, centre = ((const A *)r->k[0])[c];
+            const A factor = kind == SIGN_OF_X ? ((const A *)r->k[1])[c] : 0;
+            const A offset = kind == SIGN_OF_X ? ((const A *)r->k[2])[c] : 0;
+            const uint8_t *mask = masked ? r->mask + begin : NULL;
+            V firsts[4] = {{0}}, seconds[4] = {{0}};
+            int64_t i = 0;
+            n = r->S - begin < BLOCK + LANES ? r->S - begin : BLOCK;
 #define ADD(u, at, counts)                                                              \
     do {                                                                                \
         const V d = NAME(load)(x + (at)) - centre;                                      \
@@ -102,42 +110,26 @@ INLINE TARGET void NAME(add_values)(const A *x, const A *dy, const A *y, const u
         firsts[u] += g;                                                                 \
         seconds[u] += g * NAME(select)(m, d);                                           \
     } while (0)
-    const M all = firsts[0] == 0;
-    int64_t i = 0;
-    for (; i + 4 * LANES <= n; i += 4 * LANES) {
-        ask_ahead(x + i, 4 * VECTOR, far);
-        if (kind != MOMENTS)
-            ask_ahead(dy + i, 4 * VECTOR, far);
-        if (kind == SIGN_OF_Y)
-            ask_ahead(y + i, 4 * VECTOR, far);
-        ADD(0, i, all);
-        ADD(1, i + LANES, all);
-        ADD(2, i + 2 * LANES, all);
-        ADD(3, i + 3 * LANES, all);
-    }
-    for (; i + LANES <= n; i += LANES)
-        ADD(0, i, all);
-    if (i < n) { /* the last LANES values, without those that are in the sums already */
-        M rest;
-        for (int k = 0; k < LANES; k++)
-            rest[k] = k < LANES - (n - i) ? 0 : -1;
-        ADD(1, n - LANES, rest);
-    }
+            for (; i + 4 * LANES <= n; i += 4 * LANES) {
+                ask_ahead(x + i, 4 * VECTOR, r->streams);
+                if (kind != MOMENTS)
+                    ask_ahead(dy + i, 4 * VECTOR, r->streams);
+                if (kind == SIGN_OF_Y)
+                    ask_ahead(y + i, 4 * VECTOR, r->streams);
+                for (int u = 0; u < 4; u++)
+                    ADD(u, i + u * LANES, all);
+            }
+            for (; i + LANES <= n; i += LANES)
+                ADD(0, i, all);
+            if (i < n) { /* the last LANES values, without those that are in the sums already */
+                M rest;
+                for (int k = 0; k < LANES; k++)
+                    rest[k] = k < LANES - (n - i) ? 0 : -1;
+                ADD(1, n - LANES, rest);
+            }
 #undef ADD
-    *first += NAME(total)((firsts[0] + firsts[1]) + (firsts[2] + firsts[3]));
-    *second += NAME(total)((seconds[0] + seconds[1]) + (seconds[2] + seconds[3]));
-}
-
-INLINE TARGET void NAME(sums_of)(const Rows *r, const int kind, const int masked)
-{
-    const A *x = r->x, *dy = r->dy, *y = r->y, *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
-    for (int64_t c = 0, at = 0; c < r->planes; c++)
-        for (int64_t i = 0, n; i < r->S; i += n, at += n) {
-            n = r->S - i < BLOCK + LANES ? r->S - i : BLOCK;
-            NAME(add_values)(x + at, kind == MOMENTS ? NULL : dy + at, kind == SIGN_OF_Y ? y + at : NULL,
-                             masked ? r->mask + i : NULL, n, centre[c], kind == SIGN_OF_X ? factor[c] : 0,
-                             kind == SIGN_OF_X ? offset[c] : 0, kind, masked, r->streams, (double *)r->first + c,
-                             (double *)r->second + c);
+            ((double *)r->first)[c] += NAME(total)((firsts[0] + firsts[1]) + (firsts[2] + firsts[3]));
+            ((double *)r->second)[c] += NAME(total)((seconds[0] + seconds[1]) + (seconds[2] + seconds[3]));
         }
 }
 
