@@ -18,8 +18,8 @@ from tests.fuzz.machines import Machine, flat
 class Operations(Machine):
     OPERATIONS: dict[str, float] = {
         "train": 20, "evaluate": 4, "options": 3, "copy": 3, "group": 2, "parameters": 2,
-        "without_parameters": 2, "wrong_input": 3, "wrong_option": 2, "check_sync": 2,
-        "new_group": 2,
+        "without_parameters": 2, "wrong_input": 3, "wrong_option": 3, "check_sync": 2,
+        "new_group": 4,
     }  # fmt: skip
     CHOICES: dict[str, tuple[Any, ...]]  # values of the attributes that are a layer's options
     COPIES: dict[str, Callable[[Any], Any]] = {
