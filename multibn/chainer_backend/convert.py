@@ -1,7 +1,6 @@
 """Exchange the batch normalization links of a model for multi-node ones."""
 
 import copy
-import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ import chainer
 from chainer import links as L
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, list_obstacles, overridden
+from multibn._warnings import warn
 from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization, check_link
 from multibn.communicators import CommunicatorLike
 from multibn.engine.running import is_running_statistic
@@ -103,7 +103,7 @@ def create_mnbn_model(
         message = list_obstacles(
             unlike, "link(s) are synchronized already and keep their own options"
         )
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     message = "`link` has no L.BatchNormalization: nothing is converted. "
     message += "Its links are already synchronized." if shared else "Pass a model with one."
     if obstacles:
@@ -113,7 +113,7 @@ def create_mnbn_model(
     if strict and (obstacles or not norms):
         raise TypeError(message)
     if obstacles or not norms:
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     check_sizes("link", norms)
     for old in norms:
         # The old link's parameters, if there are any, come with its attributes.

@@ -5,7 +5,6 @@ and gives small batches the weight of large ones. Here the population is exact.
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from chainer import training
 from chainer.dataset import concat_examples
 
 from multibn._typing import check_bool, list_obstacles
+from multibn._warnings import warn
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.check_sync import participants
 from multibn.chainer_backend.convert import check_sizes, find_unsupported_norms
@@ -122,7 +122,7 @@ class FinetunePopulationStatistics(training.Extension):
             as_communicator(comm)
         if rest := find_unsupported_norms(target):
             message = list_obstacles(rest, "link(s) of `target` are not updated")
-            warnings.warn(message, stacklevel=2)
+            warn(message)
         self._iterator, self._target, self._comm = iterator, target, comm
         self._converter, self._device, self._progress = converter, device, progress
         self._function: Any = target if eval_func is None else eval_func

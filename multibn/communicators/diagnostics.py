@@ -3,12 +3,12 @@
 import contextlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from multibn import wire
 from multibn._platform import launched_processes
+from multibn._warnings import warn
 
 # The methods of models and layers that last as long as their calls do.
 _CALLS = {"__call__", "_call_impl", "forward"}
@@ -107,11 +107,10 @@ def warn_if_launched(why: str, fix: str) -> None:
     name, size = launched_processes()
     if size > 1 and not _has_warned:
         _has_warned = True
-        warnings.warn(
+        warn(
             f"batch statistics are not synchronized, although the launcher started {size} "
             f"processes ({name}={size}): {why}. To share them, {fix}; to keep them local, pass "
-            "multibn.SingleProcess().",
-            stacklevel=2,
+            "multibn.SingleProcess()."
         )
 
 

@@ -2,11 +2,11 @@
 
 import math
 import time
-import warnings
 from typing import Any
 
 from multibn import wire
 from multibn._typing import HostArray
+from multibn._warnings import warn
 from multibn.communicators.diagnostics import describe_ranks, display_name, log_and_raise
 from multibn.communicators.handshake import all_ranks_agree
 
@@ -59,13 +59,12 @@ def raise_if_nonfinite(
     if now - _warned_at < _SECONDS_BETWEEN_WARNINGS or getattr(communicator, "repeats", False):
         return
     _warned_at = now
-    warnings.warn(
+    warn(
         f"rank {communicator.rank} of {communicator.size} has skipped a batch in "
         f"{name_of(communicator)}, on all ranks: the input contained NaN, infinity or values that "
         f"overflow on {where}. The output is NaN, and the running statistics are unchanged. A "
         'GradScaler skips such a step; without one, pass nonfinite="raise".',
         RuntimeWarning,
-        stacklevel=1,
     )
 
 

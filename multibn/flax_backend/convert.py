@@ -1,12 +1,12 @@
 """Exchange the batch norm layers of an nnx model, and back."""
 
-import warnings
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
 
 from multibn._typing import RunningVar, Weighting, list_obstacles
+from multibn._warnings import warn
 from multibn.flax_backend.functional import Options
 from multibn.flax_backend.mesh_axis import AxisName, Groups
 from multibn.flax_backend.nnx import BatchNorm
@@ -66,9 +66,9 @@ def convert_batch_norm(
             why = f"the class {type(layer).__qualname__} is not flax's"
             obstacles[".".join(map(str, path))] = why
     if obstacles:
-        warnings.warn(list_obstacles(obstacles, "layer(s) stay as they are"), stacklevel=2)
+        warn(list_obstacles(obstacles, "layer(s) stay as they are"))
     elif not layers:
-        warnings.warn("`model` has no flax.nnx.BatchNorm: nothing to convert.", stacklevel=2)
+        warn("`model` has no flax.nnx.BatchNorm: nothing to convert.")
     return model
 
 

@@ -1,6 +1,5 @@
 """Precise batch norm: running statistics from a whole pass over data."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -12,6 +11,7 @@ from flax import nnx
 
 from multibn import wire
 from multibn._typing import check_int
+from multibn._warnings import warn
 from multibn.engine.running import PopulationEstimator, running_variance
 from multibn.flax_backend.nnx import BatchNorm, Population
 
@@ -71,10 +71,9 @@ def update_bn_stats(
         if isinstance(layer, BatchNorm) and not layer.use_running_average
     }
     if not layers:
-        warnings.warn(
+        warn(
             "`model` has no multibn.flax.BatchNorm in training mode: nothing to update. Call "
-            "convert_batch_norm(model) and model.train() first.",
-            stacklevel=2,
+            "convert_batch_norm(model) and model.train() first."
         )
         return
     forward = forward_fn or nnx.jit(lambda model, x: model(x))
@@ -102,9 +101,7 @@ def update_bn_stats(
         estimator.add(sums[path])
         found = estimator.compute()
         if not found.count:
-            warnings.warn(
-                f"{path or 'the layer'} had no input, and keeps its statistics.", stacklevel=2
-            )
+            warn(f"{path or 'the layer'} had no input, and keeps its statistics.")
             continue
         var = running_variance(found, local_count=found.count, convention=layer.running_var)
         for kept, new in ((layer.mean, found.mean), (layer.var, var)):

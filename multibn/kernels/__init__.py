@@ -14,7 +14,6 @@ of processes.
 import importlib
 import os
 import sys
-import warnings
 from functools import cache
 from typing import Any
 
@@ -23,6 +22,7 @@ from array_api_compat import is_cupy_array
 
 from multibn._platform import how_to_build_core
 from multibn._typing import Array
+from multibn._warnings import warn
 from multibn.kernels import reference as reference
 from multibn.kernels.spec import BatchStatistics as BatchStatistics
 from multibn.kernels.spec import Gradient as Gradient
@@ -64,12 +64,11 @@ def _native(name: str) -> Any:
         file = importlib.import_module(f"multibn.kernels.{name}")
     except ImportError as error:
         if name == "cpu":
-            warnings.warn(
+            warn(
                 f"the C core is missing ({error}), so batch norm on the CPU is about three times "
                 f"slower. {how_to_build_core()}; `multibn info` shows what is in use. Set "
                 "MULTIBN_KERNELS=reference to silence this warning.",
                 RuntimeWarning,
-                stacklevel=2,
             )
         return reference
     # A module that does not know a field would silently ignore it.

@@ -8,7 +8,6 @@ import inspect
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -22,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import wire
 from multibn._typing import check_bool, check_choice, check_int
+from multibn._warnings import warn
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.layer_communicator import for_phase
 from multibn.communicators.nonfinite import skips
@@ -140,10 +140,9 @@ def update_bn_stats(
     inner = _innermost(model)
     layers = list(_layers_in_training(inner, estimator))
     if not any(layer.tracking for layer in layers):
-        warnings.warn(
+        warn(
             "`model` has no batch norm layer in training mode with running statistics: nothing to "
-            "update. Call model.train() first, if the model has batch norms.",
-            stacklevel=2,
+            "update. Call model.train() first, if the model has batch norms."
         )
         return
     left_out: set[str] = set()
@@ -169,20 +168,18 @@ def update_bn_stats(
     unseen = [layer.name for layer, has_data in run.write() if not has_data]
     # Last, after all that is collective: where warnings are errors, one rank alone may raise here.
     if early_end:
-        warnings.warn(early_end, stacklevel=2)
+        warn(early_end)
     if unseen:
-        warnings.warn(
+        warn(
             f"batch norm layer(s) {', '.join(unseen)} saw no data on any rank and keep their "
-            "running statistics. Freeze them with eval(), or pass a `forward_fn` that uses them.",
-            stacklevel=2,
+            "running statistics. Freeze them with eval(), or pass a `forward_fn` that uses them."
         )
     if left_out:
-        warnings.warn(
+        warn(
             f"`model` takes {', '.join(sorted(left_out))}, but only the first element of each "
             "batch was passed to it, so padding, if any, is included in the statistics. Pass "
             "`forward_fn=lambda model, batch: model(*batch)`, or `model(batch[0])` if this is "
-            "right.",
-            stacklevel=2,
+            "right."
         )
 
 

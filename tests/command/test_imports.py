@@ -16,7 +16,7 @@ PACKAGE = ROOT / "multibn"
 # From the bottom up: modules, and folders for the modules in them that stand on no other floor.
 # A module imports from its own floor and from those below.
 FLOORS = """
-_typing _version _platform registry
+_typing _version _platform _warnings registry
 options checkpoint.flax_variables
 _arrays checkpoint.files
 wire communicators.communicator communicators.diagnostics communicators.polling

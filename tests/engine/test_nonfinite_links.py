@@ -65,8 +65,10 @@ def test_nonfinite_says_whether_a_link_skips_or_raises() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "overflow|invalid value", RuntimeWarning)
         nonfinite._warned_at = -math.inf
-        with pytest.warns(RuntimeWarning, match="rank 0 of 1 has skipped a batch in layer 0.0,"):
+        text = "rank 0 of 1 has skipped a batch in layer 0.0,"
+        with pytest.warns(RuntimeWarning, match=text) as caught:
             assert np.isnan(converted(x).array).all()
+        assert caught[0].filename == __file__  # not a line of multibn's or Chainer's
         raising = MultiNodeBatchNormalization(3, SingleProcess(), nonfinite="raise")
         for link, v in ((raising, x.astype("e")), (MultiNodeBatchNormalization(3, None), x)):
             with pytest.raises(FloatingPointError, match="are not finite"):

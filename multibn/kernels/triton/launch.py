@@ -2,7 +2,6 @@
 
 import struct
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton import knobs
+
+from multibn._warnings import warn
 
 
 def number(v: Any) -> Any:
@@ -33,12 +34,11 @@ def require_launcher() -> None:
         if target.backend == "cuda" and target.arch < 70:
             raise RuntimeError(f"the GPU has compute capability {target.arch / 10}, below 7.0.")
     except Exception as error:  # of Triton, or of the compiler's process
-        warnings.warn(
+        warn(
             f"Triton is not usable here ({error}), so layers fall back to slower torch "
             "operations. If a compiler is missing, install a C compiler and Python's headers, on "
             "Debian gcc and python3-dev.",
             RuntimeWarning,
-            stacklevel=2,
         )
         raise ImportError("Triton cannot launch kernels") from error
 

@@ -1,6 +1,5 @@
 """Exchange the batch norm layers of a model for synchronized ones, and back."""
 
-import warnings
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
@@ -15,6 +14,7 @@ from multibn._typing import (
     list_obstacles,
     overridden,
 )
+from multibn._warnings import warn
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import is_running_statistic
@@ -149,11 +149,10 @@ def convert_sync_batchnorm(
     SyncBatchNorm(1, process_group=process_group, **options)
     layers = _find(module, strict)
     if kept := _options_mismatch(module, layers, process_group, options):
-        warnings.warn(
+        warn(
             list_obstacles(
                 kept, "layer(s) already synchronized with different options were left unchanged"
-            ),
-            stacklevel=2,
+            )
         )
     for layer in map(class_swap.swap_class, layers):
         layer.configure(
@@ -265,7 +264,7 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
     if message and strict:
         raise TypeError(message)
     if message:
-        warnings.warn(message, stacklevel=3)
+        warn(message)
     return layers
 
 
@@ -304,10 +303,7 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
         else:
             class_swap.restore(part, part.converted_from or BatchNorm)
     if obstacles:
-        warnings.warn(
-            list_obstacles(obstacles, "layer(s) could not be reverted and stay synchronized"),
-            stacklevel=2,
-        )
+        warn(list_obstacles(obstacles, "layer(s) could not be reverted and stay synchronized"))
     return module
 
 

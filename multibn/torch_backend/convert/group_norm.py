@@ -1,12 +1,12 @@
 """Exchange the group and instance norms of a model for synchronized ones."""
 
-import warnings
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from multibn._typing import Nonfinite, check_bool, list_obstacles
+from multibn._warnings import warn
 from multibn.communicators import CommunicatorLike
 from multibn.torch_backend.layer.base import check_module
 from multibn.torch_backend.norms import instance_norm
@@ -82,7 +82,7 @@ def convert_sync_groupnorm(
     if message and strict:
         raise TypeError(message)
     if message:
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     for layer in layers:
         layer.__class__ = _SYNCHRONIZED[type(layer)]
         layer.configure(process_group, nonfinite=nonfinite)

@@ -8,7 +8,6 @@ placements of the input.
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from multibn._warnings import warn
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.communicators.resolve import DefaultCommunicator
@@ -162,4 +162,4 @@ def _mesh_communicator(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, 
 
 @lru_cache(maxsize=256)
 def _warn_once(warning: str) -> None:
-    warnings.warn(warning, stacklevel=2)
+    warn(warning)

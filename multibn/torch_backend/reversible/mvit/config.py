@@ -2,7 +2,6 @@
 
 import ast
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from multibn._typing import check_bool, check_choice, check_int, check_ints, check_number
+from multibn._warnings import warn
 from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.reversible.sequence import Mode
 
@@ -279,10 +279,9 @@ class RevMViTConfig:
             if (got := values.get(key, default)) != wanted:
                 raise ValueError(f"`cfg.{key}` must be {wanted!r}: got {got!r}; {why}.")
         if values.get("MVIT.CLS_EMBED_ON"):
-            warnings.warn(
+            warn(
                 "`cfg.MVIT.CLS_EMBED_ON` is True but reversible models have no cls token; it is "
-                "ignored.",
-                stacklevel=2,
+                "ignored."
             )
         read = {name: values[key] for key, name in keys.items() if key in values}
         if isinstance(channels := read.get("in_channels"), Sequence):  # a number for each pathway
