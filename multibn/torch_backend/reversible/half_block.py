@@ -51,16 +51,8 @@ class ResidualBranch:
     @cached_property
     def parameters(self) -> list[Tensor]:
         """Parameters of the module, each once."""
-        return list({id(p): p for *_, p in self._places}.values())
-
-    @cached_property
-    def _places(self) -> list[tuple[Any, str, nn.Parameter]]:
-        return [
-            (part._parameters, name, parameter)
-            for part in self._parts
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
+        found = (p for part in self._parts for p in part._parameters.values() if p is not None)
+        return list({id(p): p for p in found}.values())
 
     def __str__(self) -> str:
         return f"{'FG'[self.target]} of block {self.block}"
@@ -101,7 +93,7 @@ class ResidualBranch:
         device = inputs[0].device
         self._device = None if device.type in ("cpu", "meta") else device
         self._training = [part.training for part in self._parts]
-        self._read = [(t, t._version) for t in _read_by(self._parts)]
+        self._read = [(*place, place[-1]._version) for place in _read_by(self._parts)]
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(["cpu", device.type])
@@ -116,8 +108,8 @@ class ResidualBranch:
         self._rng = None if all(map(torch.equal, before, self._rng_states())) else before
         if (changed := self._changed()) is not None:
             raise RuntimeError(
-                f"{self} modifies its buffer `{changed}` in forward, so recomputing it would give "
-                'a different result. Use `mode="stored"`.'
+                f"{self} modifies `{changed}` in its forward pass, so recomputing it would give a "
+                'different result. Use `mode="stored"`.'
             )
         if [t._version for t in inputs] != versions:
             raise RuntimeError(
@@ -144,18 +136,22 @@ class ResidualBranch:
             for part, training in flags
             if part.training != training
         ]
-        if parameters:  # torch.func.functional_call would take much more time
-            others = {id(p): other for p, other in zip(self.parameters, parameters, strict=True)}
-            places += [(values, name, others[id(p)]) for values, name, p in self._places]
+        others = dict(zip(map(id, self.parameters), parameters, strict=True)) if parameters else {}
+        # torch.func.functional_call would take much more time.
+        places += [
+            (values, name, others.get(id(t), t))
+            for values, name, t, _ in self._read
+            if id(t) in others or values[name] is not t  # assigned since the first pass
+        ]
         with self._again, replaced(places), self._random_numbers(), self._autocasting():
             yield
 
     def _changed(self) -> str | None:
-        changed = next((t for t, version in self._read if t._version != version), None)
-        if changed is None:
-            return None
-        named = chain(self.module.named_parameters(), self.module.named_buffers())
-        return next((label for label, t in named if t is changed), "a tensor")
+        for _, name, changed, version in self._read:
+            if changed._version != version:
+                named = chain(self.module.named_parameters(), self.module.named_buffers())
+                return next((label for label, t in named if t is changed), name)
+        return None
 
     def _rng_states(self) -> list[Tensor]:
         """States of the CPU's generator and of the inputs' device, if this is another."""
@@ -189,7 +185,7 @@ class ResidualBranch:
             yield
 
 
-def _read_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
+def _read_by(parts: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Parameters and buffers that must not change: all but those that norms in training write."""
     written = {
         id(buffer)
@@ -198,6 +194,7 @@ def _read_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
         for buffer in (*part.buffers(), *running_tensors(part))
     }
     for part in parts:
-        for t in chain(part._parameters.values(), part._buffers.values()):
-            if t is not None and id(t) not in written:
-                yield t
+        for values in (part._parameters, part._buffers):
+            for name, t in values.items():
+                if t is not None and id(t) not in written:
+                    yield values, name, t

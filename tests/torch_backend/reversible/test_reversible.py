@@ -369,10 +369,49 @@ def test_a_module_that_changes_its_input_is_an_error() -> None:
 def test_a_module_that_changes_its_buffers_is_an_error() -> None:
     f = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)).double()
     model = ReversibleSequence([(f, Mlp(8).double())])
-    with pytest.raises(RuntimeError, match=r"F of block 0 modifies its buffer `.*_u` in forward"):
+    with pytest.raises(RuntimeError, match=r"F of block 0 modifies `.*_u` in its forward pass"):
         model(*inputs())
     model.eval()
     loss_of(*model(*inputs())).backward()
+
+
+class Counting(nn.Module):
+    """Multiplies by a buffer, and assigns a new one in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: Tensor
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.factor
+        self.factor = self.factor + 1
+        return y
+
+
+def test_a_buffer_that_a_module_assigns_is_assigned_once() -> None:
+    expect_stored_run(pair=partial(mlps, Counting))
+
+
+def test_recomputation_uses_the_tensors_of_functional_call() -> None:
+    def functional(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        state = {name: 2 * t for name, t in model.state_dict().items()}
+        ys: Sequence[Tensor] = torch.func.functional_call(model.eval(), state, tuple(xs))
+        loss_of(*ys).backward()
+        return ys
+
+    expect_stored_run(functional, pair=partial(mlps, foreign))
+
+
+def test_a_module_that_changes_its_parameters_is_an_error() -> None:
+    def clip(layer: nn.Linear, _: Any) -> None:
+        with torch.no_grad():
+            layer.weight.clamp_(-1, 1)
+
+    f = nn.Linear(8, 8).double()
+    f.register_forward_pre_hook(clip)
+    with pytest.raises(RuntimeError, match=r"F of block 0 modifies `weight` in its forward pass"):
+        ReversibleSequence([(f, Mlp(8).double())])(*inputs())
 
 
 def test_a_buffer_that_was_modified_is_an_error() -> None:
