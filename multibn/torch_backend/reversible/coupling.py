@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from multibn.torch_backend.reversible.half_block import ResidualBranch
+from multibn.torch_backend.reversible.residual_branch import ResidualBranch
 
 _REASON = (
     "reversible blocks cannot be part of a compiled graph. Compile without fullgraph=True, compile "
@@ -20,89 +20,90 @@ _REASON = (
 
 @torch.compiler.disable(reason=_REASON)
 def run_recomputed(
-    halves: Iterable[ResidualBranch], streams: list[Tensor], cond: Sequence[Any]
+    branches: Iterable[ResidualBranch], streams: list[Tensor], cond: Sequence[Any]
 ) -> None:
-    """Run `halves` on `streams`, in place, and store the streams at the end only.
+    """Run `branches` on `streams`, in place, and store the streams at the end only.
 
-    torch.compile must not look inside: a graph for each half and each pass would take minutes.
+    torch.compile must not look inside: a graph for each branch and each pass would take minutes.
     """
     run = Run()
-    for half in halves:
-        here, there = streams[half.target], streams[1 - half.target]
-        y = _Couple.apply(run, half, here, there, *cond, *half.parameters)
+    for branch in branches:
+        stream, x = streams[branch.target], streams[1 - branch.target]
+        y = _Couple.apply(run, branch, stream, x, *cond, *branch.parameters)
         if y.requires_grad and run.first is None:
-            run.first = len(run.halves) - 1
-        streams[half.target] = y
+            run.first = len(run.branches) - 1
+        streams[branch.target] = y
     streams[:] = _SaveStreams.apply(run, *streams, *cond)
 
 
 class Run:
-    """One call of `run_recomputed`: its halves, and in the backward pass the present streams.
+    """One call of `run_recomputed`: its branches, and in the backward pass the present streams.
 
     Between forward and backward only `_SaveStreams` holds streams and the tensors of `cond`, by
     save_for_backward: autograd checks and frees them.
     """
 
     def __init__(self) -> None:
-        self.halves: list[ResidualBranch] = []
-        self.first: int | None = None  # index of the first half that gets a gradient
+        self.branches: list[ResidualBranch] = []
+        self.first: int | None = None  # index of the first branch that gets a gradient
         self.restore([], [])
 
     def restore(self, streams: list[Tensor], cond: list[Any]) -> None:
-        """Start from the streams after all halves, or drop them."""
-        self._position, self.streams, self.cond = len(self.halves), streams, cond
+        """Start from the streams after all branches, or drop them."""
+        self._position, self.streams, self.cond = len(self.branches), streams, cond
 
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of half `index`, for its stream, `cond` and parameters; then undo the half.
+        """Gradients of branch `index`, for its stream, `cond` and parameters; then undo the branch.
 
-        `dy` is the gradient of the stream after the half, `needed` says which gradients to compute.
+        `dy` is the gradient of the stream after the branch; `needed` says which gradients to
+        compute.
         """
         while self._position > index + 1:
-            half = self.halves[self._position - 1]
-            here, there = self.streams[half.target], self.streams[1 - half.target]
-            with torch.no_grad(), half.replaying():
-                self._undo(half, half(here, there, self.cond))
-        half = self.halves[index]
-        here, there = self.streams[half.target], self.streams[1 - half.target]
+            branch = self.branches[self._position - 1]
+            stream, x = self.streams[branch.target], self.streams[1 - branch.target]
+            with torch.no_grad(), branch.replaying():
+                self._undo(branch, branch(stream, x, self.cond))
+        branch = self.branches[index]
+        stream, x = self.streams[branch.target], self.streams[1 - branch.target]
         # Aliases of the parameters: the user's hooks on the parameters would run here, and a second
         # time when autograd has summed the gradients.
         inputs = [
             t.detach().requires_grad_(need) if isinstance(t, Tensor) else t
-            for t, need in zip((there, *self.cond, *half.parameters), needed, strict=True)
+            for t, need in zip((x, *self.cond, *branch.parameters), needed, strict=True)
         ]
         count = 1 + len(self.cond)
-        with torch.enable_grad(), half.replaying(inputs[count:]):
+        with torch.enable_grad(), branch.replaying(inputs[count:]):
             # A view: torch's FlopCounterMode, for one, cannot hook a leaf of autograd.grad.
-            added = half(here, inputs[0].view_as(inputs[0]), inputs[1:count])
-        _refuse_foreign(half, added, inputs)
+            added = branch(stream, inputs[0].view_as(inputs[0]), inputs[1:count])
+        _refuse_foreign(branch, added, inputs)
         ends = [get_gradient_edge(added)] if added.requires_grad else []
         if index != self.first:
-            self._undo(half, added.detach())
-        del here, there, added  # memory is at its peak in the next lines
+            self._undo(branch, added.detach())
+        del stream, x, added  # memory is at its peak in the next lines
         wanted = [t for t, need in zip(inputs, needed, strict=True) if need and ends]
         grads = iter(torch.autograd.grad(ends, wanted, dy, allow_unused=True) if wanted else ())
         return [next(grads, None) if need else None for need in needed]
 
-    def _undo(self, half: ResidualBranch, added: Tensor) -> None:
-        self.streams[half.target] = self.streams[half.target] - added
+    def _undo(self, branch: ResidualBranch, added: Tensor) -> None:
+        self.streams[branch.target] = self.streams[branch.target] - added
         self._position -= 1
 
 
 class _Couple(torch.autograd.Function):
-    """A stream plus half a block's result; saves no tensor."""
+    """A stream plus a branch's result; saves no tensor."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, half: ResidualBranch, here: Tensor, there: Tensor, *others: Any
+        ctx: Any, run: Run, branch: ResidualBranch, stream: Tensor, x: Tensor, *others: Any
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.index = run, len(run.halves)
-        given = (there, *others[: len(others) - len(half.parameters)])
+        ctx.run, ctx.index = run, len(run.branches)
+        given = (x, *others[: len(others) - len(branch.parameters)])
         inputs = [t.detach() if isinstance(t, Tensor) else t for t in given]
-        with half.recording([t for t in inputs if isinstance(t, Tensor)]):
-            added = half(here, inputs[0], inputs[1:])
-        run.halves.append(half)
-        return here + added
+        with branch.recording([t for t in inputs if isinstance(t, Tensor)]):
+            added = branch(stream, inputs[0], inputs[1:])
+        run.branches.append(branch)
+        return stream + added
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -116,7 +117,7 @@ class _Couple(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(needed)
         if dy is not None and any(needed):
             gradients = ctx.run.gradients(ctx.index, dy, needed)
-        if ctx.index == ctx.run.first:  # no half before it needs a gradient, nor the streams
+        if ctx.index == ctx.run.first:  # no branch before it needs a gradient, nor the streams
             ctx.run.restore([], [])
         return None, None, dy, *gradients
 
@@ -142,7 +143,7 @@ class _SaveStreams(torch.autograd.Function):
         return None, *grad_outputs, *[None] * len(cond)
 
 
-def _refuse_foreign(half: ResidualBranch, added: Tensor, inputs: Sequence[Any]) -> None:
+def _refuse_foreign(branch: ResidualBranch, added: Tensor, inputs: Sequence[Any]) -> None:
     """Raise if `added` depends on leaves other than `inputs`, whose gradients would be lost."""
     own = {id(t) for t in inputs}
     seen: set[Any] = set()
@@ -154,7 +155,7 @@ def _refuse_foreign(half: ResidualBranch, added: Tensor, inputs: Sequence[Any]) 
         seen.add(node)
         if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
             raise RuntimeError(
-                f"{half} reads a tensor of shape {tuple(node.variable.shape)} that needs a "
+                f"{branch} reads a tensor of shape {tuple(node.variable.shape)} that needs a "
                 "gradient and is neither among its parameters nor in `cond`. Pass it in `cond`."
             )
         waiting += [following for following, _ in node.next_functions]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multibn._typing import check_bool, check_choice, check_number
-from multibn.torch_backend.reversible.half_block import ResidualBranch, dtype_or_type_name
+from multibn.torch_backend.reversible.residual_branch import ResidualBranch, dtype_or_type_name
 
 Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 Block: TypeAlias = tuple[nn.Module, nn.Module]
@@ -138,30 +138,30 @@ class ReversibleSequence(nn.Module):
         Raises RuntimeError if samples would be dropped (`drop_path` in training).
         """
         streams, seen = _streams(y1, y2, self.stream_dtype)
-        for half in [*self._halves(range(len(self.layers)), streams, seen)][::-1]:
-            if half.scale is not None:
+        for branch in [*self._branches(range(len(self.layers)), streams, seen)][::-1]:
+            if branch.scale is not None:
                 raise RuntimeError(
-                    f"`inverse` needs `drop_path=0` in training: {half} drops other samples in "
+                    f"`inverse` needs `drop_path=0` in training: {branch} drops other samples in "
                     "each call. Call eval() first, also for the forward pass."
                 )
-            here, there = streams[half.target], streams[1 - half.target]
-            streams[half.target] = here - half(here, there, cond)
+            stream, x = streams[branch.target], streams[1 - branch.target]
+            streams[branch.target] = stream - branch(stream, x, cond)
         return streams[0].to(seen), streams[1].to(seen)
 
     def _run(self, which: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
         """Run only some of the layers."""
         check_choice("mode", self.mode, Mode)
         streams, input_dtype = _streams(x1, x2, self.stream_dtype)
-        halves = self._halves(which, streams, input_dtype)
+        branches = self._branches(which, streams, input_dtype)
         if self._recomputes(which):
             # Here, because its import takes seconds.
             from multibn.torch_backend.reversible.coupling import run_recomputed
 
-            run_recomputed(halves, streams, cond)
+            run_recomputed(branches, streams, cond)
         else:
-            for half in halves:
-                here, there = streams[half.target], streams[1 - half.target]
-                streams[half.target] = here + half(here, there, cond)
+            for branch in branches:
+                stream, x = streams[branch.target], streams[1 - branch.target]
+                streams[branch.target] = stream + branch(stream, x, cond)
         return streams[0].to(input_dtype), streams[1].to(input_dtype)
 
     def _recomputes(self, which: range) -> bool:
@@ -174,7 +174,7 @@ class ReversibleSequence(nn.Module):
         modules = (getattr(self.layers[index], name) for index in which for name in "FG")
         return self.mode == "reversible" or any(module.training for module in modules)
 
-    def _halves(
+    def _branches(
         self, which: range, streams: Sequence[Tensor], input_dtype: torch.dtype
     ) -> Iterator[ResidualBranch]:
         """F and G of each block; each draws its dropped samples when the iteration reaches it."""

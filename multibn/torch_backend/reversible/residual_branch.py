@@ -28,9 +28,9 @@ class ResidualBranch:
     `target` is the index of the stream that is added to, `input_dtype` the dtype of the module's
     input; `scale` multiplies each sample's result (stochastic depth).
 
-    For a half that runs again, enter `recording` around the first pass, and `replaying` around each
-    later one: random numbers, autocast, training flags and batch statistics are then those of the
-    first pass. The user's random number generators are read and restored, never seeded.
+    For a branch that runs again, enter `recording` around the first pass, and `replaying` around
+    each later one: random numbers, autocast, training flags and batch statistics are then those
+    of the first pass. The user's random number generators are read and restored, never seeded.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class ResidualBranch:
     def __str__(self) -> str:
         return f"{'FG'[self.target]} of block {self.block}"
 
-    def __call__(self, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
-        """Return what is added to stream `here`, computed from stream `there`."""
-        added: Any = self.module(there.to(self.input_dtype), *cond)
+    def __call__(self, stream: Tensor, x: Tensor, cond: Sequence[Any]) -> Tensor:
+        """Return what is added to `stream`, computed from `x`."""
+        added: Any = self.module(x.to(self.input_dtype), *cond)
         if not (isinstance(added, Tensor) and added.is_floating_point()):
             raise TypeError(
                 f"{self} must return a floating-point tensor, which stream {self.target + 1} adds: "
                 f"got {dtype_or_type_name(added)}. "
                 "Give the block a module that returns this tensor alone."
             )
-        if added.shape != here.shape:
+        if added.shape != stream.shape:
             raise ValueError(
-                f"{self} must return the shape of stream {self.target + 1}, {tuple(here.shape)}: "
+                f"{self} must return the shape of stream {self.target + 1}, {tuple(stream.shape)}: "
                 f"got {tuple(added.shape)}."
             )
-        added = added.to(here.dtype)
+        added = added.to(stream.dtype)
         return added if self.scale is None else added * self.scale
 
     @contextlib.contextmanager
@@ -93,13 +93,17 @@ class ResidualBranch:
         device = inputs[0].device
         self._device = None if device.type in ("cpu", "meta") else device
         self._training = [part.training for part in self._parts]
-        self._read = [(*place, place[-1]._version) for place in _read_by(self._parts)]
+        self._constants = [(*place, place[-1]._version) for place in _constants_of(self._parts)]
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(["cpu", device.type])
-            if torch.amp.is_autocast_available(kind)
+            (
+                device_type,
+                torch.is_autocast_enabled(device_type),
+                torch.get_autocast_dtype(device_type),
+            )
+            for device_type in dict.fromkeys(["cpu", device.type])
+            if torch.amp.is_autocast_available(device_type)
         ]
-        first, self._again = checkpoint_contexts()
+        first, self._replay = checkpoint_contexts()
         versions = [t._version for t in inputs]
         before = self._rng_states()
         with first, self._autocasting():
@@ -143,11 +147,11 @@ class ResidualBranch:
             for values, name, t, _ in self._read
             if id(t) in others or values[name] is not t  # assigned since the first pass
         ]
-        with self._again, replaced(places), self._random_numbers(), self._autocasting():
+        with self._replay, replaced(places), self._random_numbers(), self._autocasting():
             yield
 
     def _changed(self) -> str | None:
-        for _, name, changed, version in self._read:
+        for _, name, changed, version in self._constants:
             if changed._version != version:
                 named = chain(self.module.named_parameters(), self.module.named_buffers())
                 return next((label for label, t in named if t is changed), name)
@@ -179,13 +183,15 @@ class ResidualBranch:
         # and some versions of torch reuse a weight that was cast without a gradient where a later
         # operation needs the gradient.
         with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype in self._autocast:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            for device_type, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(device_type):
+                    stack.enter_context(
+                        torch.autocast(device_type, dtype, enabled, cache_enabled=False)
+                    )
             yield
 
 
-def _read_by(parts: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+def _constants_of(parts: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Parameters and buffers that must not change: all but those that norms in training write."""
     written = {
         id(buffer)
