@@ -25,12 +25,13 @@ def dtype_or_type_name(x: Any) -> Any:
 class ResidualBranch:
     """F or G of one block in one call.
 
-    `target` is the index of the stream that is added to, `input_dtype` the dtype of the module's
-    input; `scale` multiplies each sample's result (stochastic depth).
+    `target` is the index of the stream to which the result is added, `input_dtype` the dtype of
+    the module's input; `scale` multiplies each sample's result (stochastic depth).
 
-    For a branch that runs again, enter `recording` around the first pass, and `replaying` around
-    each later one: random numbers, autocast, training flags and batch statistics are then those
-    of the first pass. The user's random number generators are read and restored, never seeded.
+    If the backward pass will recompute the branch, run its first pass inside `recording` and every
+    recomputation inside `replaying`: random numbers, autocast, training flags and batch statistics
+    are then those of the first pass. Random numbers are those of the default generators of the CPU
+    and of the input's device: their states are saved and restored, never seeded.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class ResidualBranch:
         added: Any = self.module(x.to(self.input_dtype), *cond)
         if not (isinstance(added, Tensor) and added.is_floating_point()):
             raise TypeError(
-                f"{self} must return a floating-point tensor, which stream {self.target + 1} adds: "
-                f"got {dtype_or_type_name(added)}. "
-                "Give the block a module that returns this tensor alone."
+                f"{self} must return a single floating-point tensor, which is added to stream "
+                f"{self.target + 1}: got {dtype_or_type_name(added)}. Wrap the module so that it "
+                "returns only that tensor."
             )
         if added.shape != stream.shape:
             raise ValueError(
@@ -76,19 +77,19 @@ class ResidualBranch:
 
     @contextlib.contextmanager
     def recording(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """A context of the first pass, which reads the tensors `inputs`.
+        """Context for the first pass, which reads the tensors `inputs`.
 
-        Raises RuntimeError if the module changes these, or its own buffers (batch norms may), and
-        if FSDP shards it: its hooks would gather other parameters than those of the first pass.
+        Raises RuntimeError if the module modifies in place `inputs`, a parameter, or a buffer that
+        is not a training norm's. Also if the module itself is wrapped by FSDP, whose hooks would
+        put freshly gathered parameters in place of those of the first pass.
         """
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
         if any(isinstance(part, kinds) for part in self._parts):
             raise RuntimeError(
                 f"{self} is sharded by FSDP separately, so it cannot be recomputed with the "
-                "gathered parameters. Shard the ReversibleSequence as a whole, "
-                "`fully_shard(sequence)`, or "
-                'several shorter ones, or use `mode="stored"`.'
+                "gathered parameters. Call `fully_shard` on the whole ReversibleSequence, or split "
+                'it into several shorter sequences and shard each, or use `mode="stored"`.'
             )
         device = inputs[0].device
         self._device = None if device.type in ("cpu", "meta") else device
@@ -123,16 +124,18 @@ class ResidualBranch:
 
     @contextlib.contextmanager
     def replaying(self, parameters: Sequence[Tensor] = ()) -> Iterator[None]:
-        """A context of a later pass, with other tensors in the place of all `self.parameters`.
+        """Context for a recomputation, which reads the parameters and buffers of the first pass.
 
-        Raises RuntimeError if parameters or buffers have changed since the first pass.
+        If `parameters` is given, these tensors replace `self.parameters`, in the same order.
+        Raises RuntimeError if a parameter or buffer was modified in place since the first pass.
         """
         if (changed := self._changed()) is not None:
             raise RuntimeError(
                 f"`{changed}` of {self} was modified after the forward pass, so its activations "
                 "cannot be recomputed. Call backward() before the optimizer step or other "
-                "modification; for a buffer, before DistributedDataParallel's next forward pass "
-                "unless `broadcast_buffers=False`."
+                "modification. If it is a buffer, DistributedDataParallel may have overwritten it "
+                "in its next forward pass: call backward() before that pass, or set "
+                "`broadcast_buffers=False`."
             )
         flags = zip(self._parts, self._training, strict=True)
         places: list[tuple[Any, str, Any]] = [
@@ -158,7 +161,7 @@ class ResidualBranch:
         return None
 
     def _rng_states(self) -> list[Tensor]:
-        """States of the CPU's generator and of the inputs' device, if this is another."""
+        """States of the default generators of the CPU and of the inputs' device, if different."""
         if self._device is None:
             return [torch.get_rng_state()]
         accelerator = torch.get_device_module(self._device)

@@ -123,10 +123,11 @@ class ReversibleSequence(nn.Module):
 
         Raises TypeError unless `x1` and `x2` are floating-point tensors, or if a module returns
         anything but a floating-point tensor, and ValueError if a module returns another shape than
-        its stream's. Raises RuntimeError if a module changes its inputs, or buffers other than a
-        batch norm's, or if FSDP shards it apart from the others; in the backward pass, if
-        parameters have been modified since the forward pass, if a module needs gradients for other
-        tensors than its parameters and `cond`, or with `create_graph=True`: use `mode="stored"`.
+        its stream's. Raises RuntimeError if a module modifies in place its inputs, parameters, or
+        buffers other than a batch norm's, or if FSDP shards it apart from the others; in the
+        backward pass, if parameters or buffers were modified in place since the forward pass, if a
+        module needs gradients for other tensors than its parameters and `cond`, or with
+        `create_graph=True`: use `mode="stored"`.
         """
         return self._run(range(len(self.layers)), x1, x2, *cond)
 

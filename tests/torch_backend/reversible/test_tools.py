@@ -119,7 +119,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
     ],
 )
 def test_a_module_that_returns_no_tensor_is_refused(mode: Any, function: Any, got: str) -> None:
-    message = f"G of block 1 must return a floating-point tensor, .* stream 2 adds: got {got}"
+    message = f"G of block 1 must return a single floating-point tensor, .* stream 2: got {got}"
     model = ReversibleSequence([mlps(), (Mlp(8), Lambda(function))], mode=mode)
     with pytest.raises(TypeError, match=message):
         model(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))
