@@ -20,13 +20,13 @@ from multibn.parity import command as parity
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default this process's own; returns the exit status."""
+    """Run the command line `argv`, `sys.argv[1:]` by default, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not args.command:
         parser.print_help()
         return 0
-    if argv is None:  # a process of the command's own: SIGTERM must run `finally` blocks
+    if argv is None:  # this process is the command: SIGTERM must run `finally` blocks
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         status = args.run(args)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader has ended; a file was written before the first line
+    except BrokenPipeError:  # the reader of stdout has ended; DST was written before
         _flush_stdout()
         return 0
     except (FloatingPointError, ImportError, OSError, ValueError) as error:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush_stdout() -> None:
-    """Flush stdout; on failure send it to devnull, since Python would exit with status 120."""
+    """Flush stdout; on failure redirect stdout to devnull, or Python would exit with status 120."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -80,32 +80,38 @@ def _parser() -> argparse.ArgumentParser:
     option: Callable[..., Any] = add("convert", _convert).add_argument
     option("src", type=Path, metavar="SRC", help="file to read")
     option("dst", type=Path, metavar="DST", help="file to write")
-    option("--names", type=Path, metavar="FILE.json", help="JSON object: new names by old ones")
-    option("--prefix", default="", metavar="P", help="convert only the keys below P")
+    option("--names", type=Path, metavar="FILE.json", help="JSON object: {old name: new name}")
+    option("--prefix", default="", metavar="P", help="convert only the keys under the prefix P")
     for name, file in (("--from", "SRC"), ("--to", "DST")):
         option(name, choices=("torch", "flax"), help=f"framework of {file}, if .safetensors")
-    option("--transposed", nargs="+", default=(), metavar="LAYER", help="flax's ConvTranspose")
-    elements = "elements per channel of a batch: make the running variances DST's convention"
+    option(
+        "--transposed",
+        nargs="+",
+        default=(),
+        metavar="LAYER",
+        help="layers that are ConvTranspose in flax",
+    )
+    elements = "elements per channel of a batch: convert running variances to DST's convention"
     option("--count", type=float, metavar="N", help=elements)
     option = add("pool", _pool).add_argument
     option("src", nargs="+", type=Path, metavar="SRC", help="files to read")
-    counts = "number of samples behind the statistics of each SRC"
+    counts = "number of samples on which each SRC was trained"
     option("--counts", nargs="+", type=float, required=True, metavar="N", help=counts)
     option("-o", dest="dst", type=Path, required=True, metavar="DST", help="file to write")
-    option("--prefix", default="", metavar="P", help="pool only the keys below P")
+    option("--prefix", default="", metavar="P", help="pool only the keys under the prefix P")
     option("--average-parameters", action="store_true", help="average the other arrays")
-    norms = "names of instance norms that have running statistics, or patterns of names"
+    norms = "names or patterns of instance norms that have running statistics"
     option("--instance-norms", nargs="+", default=(), metavar="NAME", help=norms)
     parity.add_arguments(add("parity", parity.run))
     return parser
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Rewrite a checkpoint of torch, Chainer or flax for another one of them.
+    """Convert a checkpoint between torch, Chainer and flax.
 
-    The suffix gives the format: .npz for Chainer, .pt, .pth and .safetensors for
-    torch, .msgpack for flax. DST is replaced atomically. Notes list what cannot
-    be converted. Exit status: 0 on success; 2 for an invalid file or option (DST
+    The suffix determines the format: .npz for Chainer, .pt, .pth and .safetensors
+    for torch, .msgpack for flax. DST is replaced atomically. Notes list what is
+    not converted. Exit status: 0 on success; 2 for an invalid file or option (DST
     is unchanged); 1 if DST was written, but the notes could not be printed.
 
     multibn convert model.npz model.pt
@@ -115,14 +121,14 @@ def _convert(args: argparse.Namespace) -> int:
     """
     names = _names(args.names) if args.names else None
     verb = "replaced" if args.dst.exists() else "wrote"
-    kinds = {"source": vars(args)["from"], "target": args.to}
-    kernels = {"transposed": args.transposed, "count": args.count}
+    frameworks = {"source": vars(args)["from"], "target": args.to}
+    flax_options = {"transposed": args.transposed, "count": args.count}
     converted = checkpoint.convert(
-        args.src, args.dst, names=names, prefix=args.prefix, **kinds, **kernels
+        args.src, args.dst, names=names, prefix=args.prefix, **frameworks, **flax_options
     )
     args.done = f"{verb} {args.dst}: {len(converted.state)} arrays"
     width = shutil.get_terminal_size().columns
-    whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # as paths must be
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # keep paths in one piece
     for note in converted.notes:
         print(textwrap.fill(f"note: {note}", width, subsequent_indent="  ", **whole))
     print(args.done)
@@ -147,8 +153,12 @@ def _pool(args: argparse.Namespace) -> int:
 
     multibn pool a.pt b.pt --counts 100 300 -o pooled.pt
     """
-    if len({files.framework(path) for path in (*args.src, args.dst)}) > 1:
-        raise ValueError(f"{args.dst}: must be of the framework of all SRC. Convert it afterwards.")
+    frameworks = {files.framework(path) for path in (*args.src, args.dst)}
+    if len(frameworks) > 1:
+        raise ValueError(
+            f"SRC and DST must be files of one framework: got {', '.join(sorted(frameworks))}. "
+            "Convert files by multibn convert."
+        )
     states = [files.read(path, args.prefix) for path in args.src]
     pooled = pool_named_states(
         states, args.counts, args.src, args.average_parameters, args.instance_norms

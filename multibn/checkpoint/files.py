@@ -1,4 +1,4 @@
-"""Files of arrays, read by numpy, torch and safetensors: nothing is executed, writing is atomic."""
+"""Reading and writing checkpoint files: reading executes no code, and writing is atomic."""
 
 import errno
 import io
@@ -16,16 +16,16 @@ from multibn._typing import Array
 from multibn.checkpoint import flax_variables
 from multibn.checkpoint.flax_variables import BATCH_STATS, PARAMS
 
-# The framework that reads a file, by its suffix.
+# The framework of a file, by the file's suffix.
 FRAMEWORKS = {
     ".npz": "chainer",
     ".pt": "torch",
     ".pth": "torch",
-    ".safetensors": "torch",  # or flax, on request
+    ".safetensors": "torch",  # by default; flax on request
     ".msgpack": "flax",
 }
 
-# Names that mean something else to the library that writes a file.
+# Names that the library that writes the file uses itself.
 _RESERVED = {".npz": {"file", "allow_pickle"}, ".safetensors": {"__metadata__"}}
 
 _HDF5 = (
@@ -33,10 +33,10 @@ _HDF5 = (
     "save_npz."
 )
 
-# Arrays of zeros compress a thousandfold, so a small file may hold much more than its size. A file
-# that declares more than these limits is refused: it may be an attack that fills the memory.
-_ALWAYS_ALLOWED = 2**30
-_MAX_EXPANSION = 100
+# Zeros compress a thousandfold, so a small file may fill the memory. A file whose content exceeds
+# both limits is rejected as a possible decompression bomb.
+_ALWAYS_ALLOWED = 2**30  # bytes
+_MAX_EXPANSION = 100  # times the file size
 
 
 class CheckpointError(ValueError):
@@ -54,31 +54,28 @@ class CheckpointError(ValueError):
 
 
 def framework(path: Path, asked: str | None = None) -> str:
-    """Return `"chainer"`, `"torch"` or `"flax"` by the suffix; .safetensors serve the last two."""
+    """Return "chainer", "torch" or "flax" from the suffix; `asked` decides for .safetensors."""
     suffix = path.suffix.lower()
-    if asked is not None:
-        kinds = {"torch", "flax"} if suffix == ".safetensors" else {FRAMEWORKS.get(suffix)}
-        if asked not in kinds:
-            raise CheckpointError(
-                f"{path}: the framework of a {suffix or 'file without a suffix'} must be one of "
-                f"{', '.join(sorted(map(str, kinds)))}: got {asked!r}."
-            )
-        return asked
     if suffix not in FRAMEWORKS:
         advice = (
-            "The suffix says the format: rename the file. A snapshot of Chainer's trainer needs "
-            f"{path.name}.npz, and then `prefix` 'updater/model:main' (--prefix "
-            "updater/model:main), which selects the model."
+            "The suffix determines the format: rename the file. Rename a snapshot of Chainer's "
+            f"trainer to {path.name}.npz, and pass `prefix` 'updater/model:main' (--prefix "
+            "updater/model:main) to select the model."
         )
         raise CheckpointError(
             f"{path}: the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. "
             f"{_HDF5 if suffix in ('.h5', '.hdf5') else advice}"
         )
-    return FRAMEWORKS[suffix]
+    kinds = ("flax", "torch") if suffix == ".safetensors" else (FRAMEWORKS[suffix],)
+    if asked not in (None, *kinds):
+        raise CheckpointError(
+            f"{path}: the framework of a {suffix} file must be {' or '.join(kinds)}: got {asked!r}."
+        )
+    return asked or FRAMEWORKS[suffix]
 
 
 def read(path: Path, prefix: str, asked: str | None = None) -> dict[str, Any]:
-    """The arrays (npz) or tensors of a file whose keys start with `prefix`, without `prefix`."""
+    """Return the arrays or tensors whose keys start with `prefix`, which is stripped."""
     readers = {"chainer": _read_npz, "torch": _read_torch, "flax": _read_flax}
     reader = readers[framework(path, asked)]
     if not os.path.isfile(path):
@@ -98,26 +95,26 @@ def read(path: Path, prefix: str, asked: str | None = None) -> dict[str, Any]:
     except Exception as error:  # parsers raise any exception for invalid bytes
         raise CheckpointError(
             f"{path}: cannot be read as {path.suffix} ({error!r:.200}), and nothing was executed: "
-            "it is damaged, in another format, or contains Python objects other than arrays. Copy "
-            "it again from where it was saved, select the model alone with `prefix`, or save "
+            "the file is damaged, in another format, or contains Python objects other than arrays. "
+            "Copy the file again, select the model alone with `prefix`, or save "
             "`model.state_dict()` again. Chainer pickles uninitialized parameters: call the model "
             "once on data before saving."
         ) from error
 
 
 def write(path: Path, state: Mapping[str, Any], asked: str | None = None) -> None:
-    """Replace `path`, or the target of the link `path`, by a new file when this is complete."""
+    """Write a temporary file, then move this file to `path` (or to the target of a symlink)."""
     if asked == "flax" and path.suffix.lower() == ".safetensors":
         state = flax_variables.with_collections(state)
     if taken := sorted(_RESERVED.get(path.suffix.lower(), set()) & state.keys()):
         raise CheckpointError(
-            f"{path}: {taken[0]!r} is a reserved name in {path.suffix} files. Rename this array by "
-            "`names`."
+            f"{path}: {taken[0]!r} is a reserved name in {path.suffix} files. Rename this array "
+            "with `names`."
         )
     real = Path(os.path.realpath(path))
     if not real.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such folder: make it first", str(real.parent))
-    content = _written(state, path.suffix.lower())
+        raise FileNotFoundError(errno.ENOENT, "no such folder: create it first", str(real.parent))
+    content = _serialize(state, path.suffix.lower())
     temporary = real.with_name(f".{real.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
@@ -127,30 +124,30 @@ def write(path: Path, state: Mapping[str, Any], asked: str | None = None) -> Non
         if real.exists():
             shutil.copymode(real, temporary)
         os.replace(temporary, real)
-    except OSError as error:  # it names the temporary file
+    except OSError as error:  # its message names the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def array_of(values: Mapping[str, Any], key: str) -> Any:
-    """The array or tensor of real numbers under a key; raises for anything else."""
+    """Return `values[key]`; raise unless this is a dense array or tensor of real numbers."""
     value = values[key]
     dtype = getattr(value, "dtype", None)
-    is_real = getattr(dtype, "kind", "f") in "fiub"  # torch's have no kind
+    is_real = getattr(dtype, "kind", "f") in "fiub"  # torch's dtypes have no kind
     is_dense = str(getattr(value, "layout", "torch.strided")) == "torch.strided"
-    is_there = not getattr(value, "is_meta", False)
-    if not (is_real and is_dense and is_there) or getattr(dtype, "itemsize", 9) > 8:
+    has_data = not getattr(value, "is_meta", False)
+    if not (is_real and is_dense and has_data) or getattr(dtype, "itemsize", 9) > 8:
         raise CheckpointError(
             f"{key!r:.99} must be a dense array or tensor of real numbers of at most 8 bytes: got "
-            f"{dtype or type(value).__name__}. Select only the model with `prefix`; use the "
-            "suffix .npz for NumPy's files and .pt for torch's."
+            f"{dtype or type(value).__name__}. Select only the model with `prefix`. The suffix "
+            "must be .npz for files of NumPy and .pt for files of torch."
         )
     return value
 
 
 def to_numpy(values: Mapping[str, Any], key: str) -> Array:
-    """`array_of` as a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
+    """Return `values[key]` as a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
     import numpy as np
 
     value = array_of(values, key)
@@ -164,14 +161,14 @@ def to_numpy(values: Mapping[str, Any], key: str) -> Array:
             f"{key!r:.99} must be dense and have a dtype that NumPy supports: {error}. Convert it "
             "before saving."
         ) from error
-    return array_of({key: array}, key)  # NumPy's dtypes say whether numbers are real
+    return array_of({key: array}, key)  # only NumPy's dtype shows whether the numbers are real
 
 
 def _check_alone(models: set[str]) -> None:
-    """Raise if `models`, which are below these prefixes, are a part of what a file holds."""
+    """Raise if the file contains more than a model; `models` are the prefixes to choose from."""
     if models:
         raise CheckpointError(
-            f"holds more than a model: pass `prefix`, {' or '.join(map(repr, sorted(models)))} "
+            f"contains more than a model: pass `prefix` {' or '.join(map(repr, sorted(models)))} "
             f"(--prefix {min(models)})."
         )
 
@@ -179,20 +176,20 @@ def _check_alone(models: set[str]) -> None:
 def _select(
     values: Mapping[str, Any], prefix: str, separator: str, asked: str = ""
 ) -> dict[str, Any]:
-    """Select the keys below `prefix`, and strip it; `asked` is the full prefix, for errors."""
+    """Select the keys below `prefix`, and strip this prefix; errors name `asked`, the full one."""
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: array_of(values, key) for key in values if key.startswith(start)}
     if not selected:
         depth = start.count(separator)
         near = {separator.join(key.split(separator)[:depth]) for key in values}
-        near = {key for key in near if key.startswith(prefix)}  # begun alike
+        near = {key for key in near if key.startswith(prefix)}  # `prefix` is incomplete
         tops = near or {key.split(separator)[0] for key in values}
         found = ", ".join(f"{key!r:.99}" for key in sorted(tops)[:8]) or "no key"
         above = asked.removesuffix(prefix).rstrip(separator)
         top = f" in {above!r}" if above else " at the top"
         raise CheckpointError(
             f"no key starts with the prefix {asked or prefix!r}: found {found}{'' if near else top}"
-            ". Pass another `prefix`, or none."
+            ". Correct or omit `prefix`."
         )
     return selected
 
@@ -207,16 +204,16 @@ def _check_expansion(size: int, path: Path) -> None:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise unless all members of a zip archive are there, whole, and not too large."""
+    """Raise unless all members of a zip archive are visible, intact, and not too large."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         members = archive.infolist()
         _check_expansion(sum(member.file_size for member in members), path)
-        # zipfile does not compare the number in the last record; a wrong length hides members.
+        # zipfile ignores the number of members in the last record; a wrong length hides members.
         file.seek(-12 - len(archive.comment), os.SEEK_END)
         count = int.from_bytes(file.read(2), "little")
-        # zipfile unpacks other methods in pieces of any size. Of a folder, which a flag makes of
-        # any member, torch gives memory that nobody has written.
-        is_sound = count in (len(members), 0xFFFF) and all(  # 0xFFFF: it has its own record
+        # zipfile unpacks other methods in pieces of any size. A flag can turn any member into a
+        # folder, for which torch returns uninitialized memory.
+        is_sound = count in (len(members), 0xFFFF) and all(  # 0xFFFF: zip64 has another record
             member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
             and not (member.is_dir() or member.external_attr & 0x10)
             for member in members
@@ -230,7 +227,7 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
 
     _check_archive(path)
     with np.load(path, allow_pickle=False) as file:
-        paths = {"/".join(key.split("/")[:2]) for key in file}  # of the snapshot of a trainer
+        paths = {"/".join(key.split("/")[:2]) for key in file}  # updater/model:main
         _check_alone({key for key in paths if key.startswith("updater/model:") and not prefix})
         return _select(file, prefix, "/")
 
@@ -238,12 +235,12 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
 def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
     sizes: dict[int, int] = {}
     if path.suffix.lower() == ".safetensors":
-        # bfloat16, which NumPy does not have, needs torch.
+        # bfloat16, which NumPy lacks, needs torch.
         kind = "torch" if importable("torch") else "numpy"
         loaded: Any = import_module(f"safetensors.{kind}").load_file(path)
     else:
         loaded, sizes = _load_torch(path)
-    # Training scripts save more than the model: dicts inside of dicts.
+    # Training scripts save more than the model: a dict of dicts.
     if not prefix and isinstance(loaded, Mapping):
         parts = {key: part for key, part in loaded.items() if isinstance(part, Mapping)}
         _check_alone(
@@ -256,8 +253,8 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
         name, _, rest = (prefix := rest).partition(".")
     if not isinstance(loaded, Mapping) or not all(isinstance(key, str) for key in loaded):
         raise CheckpointError(
-            f"must hold a dict of tensors by name: got {type(loaded).__name__}. Save "
-            "`model.state_dict()`."
+            "must contain a dict that maps str to tensors: got "
+            f"{type(loaded).__name__}. Save `model.state_dict()`."
         )
     tensors = _select(loaded, prefix, ".", asked)
     for key, t in tensors.items() if sizes else ():
@@ -266,7 +263,7 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
         if storage is None or storage.nbytes() != sizes.get(storage.data_ptr(), 0):
             raise CheckpointError(
                 f"{key!r:.99} must be a tensor whose data is stored in the file: got "
-                f"{type(t).__name__} of memory that the file does not write. Save "
+                f"{type(t).__name__} whose memory the file does not initialize. Save "
                 "`model.state_dict()` again."
             )
     # A tensor with strides of 0 may be much larger than its storage.
@@ -286,8 +283,8 @@ def _read_flax(path: Path, prefix: str) -> dict[str, Any]:
     tops = {key.split(".")[0] for key in flat}
     if not prefix and PARAMS in tops and (others := sorted(tops - collections)):
         raise CheckpointError(
-            f"holds {', '.join(map(repr, others))} beside the model's variables: the state of an "
-            "optimizer or of random numbers is not converted. Save the variables alone, "
+            f"contains {', '.join(map(repr, others))} in addition to the model's variables: the "
+            "state of an optimizer or of random numbers is not converted. Save only the variables, "
             "{'params': ..., 'batch_stats': ...}."
         )
     state = _select(flat, prefix, ".")
@@ -298,9 +295,9 @@ def _read_flax(path: Path, prefix: str) -> dict[str, Any]:
 
 
 def _load_torch(path: Path) -> tuple[Any, dict[int, int]]:
-    """What torch.load finds, and the sizes of the file's storages by their addresses.
+    """Return what torch.load returns, and the sizes of the file's storages by address.
 
-    A malicious pickle can construct tensors on uninitialized memory.
+    A malicious pickle can construct tensors on uninitialized memory: their storages are not listed.
     """
     import torch
 
@@ -309,24 +306,25 @@ def _load_torch(path: Path) -> tuple[Any, dict[int, int]]:
         _check_archive(path)
 
     def load(byte: int) -> tuple[Any, list[Any]]:
-        own: list[Any] = []
+        storages: list[Any] = []
 
-        def keep(storage: Any, _: str) -> Any:
-            own.append(torch.tensor((), dtype=torch.uint8, device="cpu").set_(storage))
+        def record(storage: Any, _: str) -> Any:
+            storages.append(torch.tensor((), dtype=torch.uint8, device="cpu").set_(storage))
             if not is_zip:  # legacy format: the storages' data follows the pickle
-                own[-1].fill_(byte)
+                storages[-1].fill_(byte)
             return storage
 
-        return torch.load(path, map_location=keep, weights_only=True), own
+        return torch.load(path, map_location=record, weights_only=True), storages
 
-    loaded, own = load(0)
-    if not is_zip and not all(map(torch.equal, own, load(1)[1])):
-        raise ValueError("a storage has no numbers")
-    return loaded, {0: 0} | {one.data_ptr(): one.numel() for one in own}
+    loaded, storages = load(0)
+    # A storage that keeps the fill byte is not in the file.
+    if not is_zip and not all(map(torch.equal, storages, load(1)[1])):
+        raise ValueError("a storage has no data")
+    return loaded, {0: 0} | {storage.data_ptr(): storage.numel() for storage in storages}
 
 
-def _written(state: Mapping[str, Any], suffix: str) -> bytes:
-    """The content of a file."""
+def _serialize(state: Mapping[str, Any], suffix: str) -> bytes:
+    """Return the bytes of a file with this suffix."""
     import numpy as np
 
     buffer = io.BytesIO()
@@ -334,8 +332,8 @@ def _written(state: Mapping[str, Any], suffix: str) -> bytes:
         np.savez_compressed(buffer, **state)
         return buffer.getvalue()
     if suffix == ".msgpack":
-        return flax_variables.written(state)
-    # NumPy arrays in this machine's byte order, and copies of tensors, which may share memory.
+        return flax_variables.serialize(state)
+    # torch and safetensors need native byte order, and safetensors tensors that share no memory.
     copies = {
         key: np.array(a, a.dtype.newbyteorder("="), order="C") if isinstance(a, np.ndarray)
         else a.detach().clone().contiguous()

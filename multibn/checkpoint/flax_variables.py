@@ -1,7 +1,7 @@
-"""A flax model's variables as one flat state, and the layouts of its kernels.
+"""Conversion between the variables of a flax model and a flat state, and between kernel layouts.
 
-flax keeps what torch has in one state dict in two collections: `params`, and `batch_stats` with
-batch norm's running statistics.
+torch has one state dict; flax has two collections: `params`, and `batch_stats` for the running
+statistics of batch norm.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ from multibn._typing import Array
 
 SEPARATOR = "."
 PARAMS, BATCH_STATS = "params", "batch_stats"
-# Leaves of `batch_stats`; all others are parameters.
+# Last parts of the names in `batch_stats`; all other arrays are parameters.
 _STATISTICS = "mean", "var"
 
 
 def leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of nested dicts with their dotted names."""
+    """Yield the dotted name and the array of each leaf of nested dicts."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{path}{name}{SEPARATOR}")
@@ -26,7 +26,7 @@ def leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 
 def with_collections(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat state whose names begin with the collection of each array."""
+    """Prefix each name of a flat state with the array's collection."""
     return {
         f"{BATCH_STATS if key.rpartition(SEPARATOR)[2] in _STATISTICS else PARAMS}.{key}": value
         for key, value in state.items()
@@ -34,14 +34,14 @@ def with_collections(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> Any:
-    """Return what flax.serialization has written: nested dicts of arrays."""
+    """Read a file of flax.serialization: nested dicts of arrays."""
     from flax import serialization
 
     return serialization.msgpack_restore(path.read_bytes())
 
 
-def written(state: Mapping[str, Any]) -> bytes:
-    """Return the content of a file that flax.serialization reads: both collections."""
+def serialize(state: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a flax.serialization file with both collections."""
     from flax import serialization
     from flax.traverse_util import unflatten_dict
 
@@ -53,9 +53,10 @@ def written(state: Mapping[str, Any]) -> bytes:
 def kernel(weight: Array, *, transposed: bool) -> Array:
     """Return torch's weight in flax's layout.
 
-    `(out, in)` becomes `(in, out)`, `(out, in, *spatial)` `(*spatial, in, out)`. A transposed
-    convolution's `(in, out, *spatial)` becomes `(*spatial, in, out)`, mirrored in space: torch's
-    layer is the gradient of a convolution, flax's convolves a dilated input.
+    `(out, in)` becomes `(in, out)`, and `(out, in, *spatial)` becomes `(*spatial, in, out)`. The
+    weight of a transposed convolution, `(in, out, *spatial)`, becomes `(*spatial, in, out)` with
+    flipped spatial axes: torch computes the gradient of a convolution, flax convolves a dilated
+    input.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Pool the states of copies of a model that were trained separately (federated learning)."""
+"""Pooling of the states of separately trained copies of a model (federated learning)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from multibn.checkpoint import files
 from multibn.checkpoint.translate import format_keys
 from multibn.engine.running import pool_running
 
-# Mean and variance of torch, Chainer, Keras, Paddle, Haiku and flax: the ends of their keys.
+# How the keys of mean and variance end in torch, Chainer, Keras, Paddle, Haiku and flax.
 _RUNNING = (
     ("running_mean", "running_var"),
     ("avg_mean", "avg_var"),
@@ -21,7 +21,8 @@ _RUNNING = (
     ("mean_ema/average", "var_ema/average"),
     ("mean", "var"),
 )
-_AFTER_WORDS = "running_mean", "avg_mean", "moving_mean"  # escnn's are regular_running_mean
+# Endings that may follow any characters: escnn has regular_running_mean.
+_AFTER_ANY = "running_mean", "avg_mean", "moving_mean"
 _COUNTERS = "num_batches_tracked", "N", "mean_ema/counter", "var_ema/counter"
 
 
@@ -32,41 +33,42 @@ def pool_states(
     average_parameters: bool = False,
     instance_norms: Sequence[str] = (),
 ) -> dict[str, Array]:
-    """Combine the states of copies of a model that were trained separately, by clients or sites.
+    """Combine the states of copies of a model that clients or sites trained separately.
 
-    Running statistics become those of all data together: the mean of the means, and the mean of the
-    variances plus the variance of the means, weighted by count. They are known by the names of
-    torch, Chainer, Keras, flax, Haiku and Paddle. To pool over ranks, use `sync_running_stats`.
+    Running statistics become those of all data together, weighted by count: the mean of the means,
+    and the mean of the variances plus the variance of the means. Running statistics are recognized
+    by their names in torch, Chainer, Keras, flax, Haiku and Paddle. To pool over ranks, use
+    `sync_running_stats`.
 
     Parameters
     ----------
     states
-        State dicts of torch, or arrays of Chainer by their names in the npz file.
+        State dicts of torch, or dicts that map the names in an npz file of Chainer to arrays.
     counts
-        The number of samples behind each state.
+        The number of samples on which each state was trained.
     average_parameters
         Average all other floating-point arrays too. By default, all other arrays must be equal.
     instance_norms
-        The names of instance norms that have running statistics, or patterns of names, `["*.in"]`
-        for example: a state does not tell them from batch norms. Their variances are means over
-        samples, and become the mean of the variances alone.
+        Names of instance norms that have running statistics, or shell-style patterns, `["*.in"]`
+        for example: a state does not show whether a layer is a batch norm. The variance of an
+        instance norm becomes the mean of the variances, without the variance of the means.
 
     Returns
     -------
     dict
-        Arrays of the first state's library and dtypes, with its counters of batches. Those of the
-        other states may have another shape or dtype, or be missing.
+        Arrays of the first state's library and dtypes. Counters of batches are those of the first
+        state; in other states, they may be missing or have a different shape or dtype.
 
     Raises
     ------
     CheckpointError
-        If a value is no array of real numbers, if keys, shapes, dtypes or other arrays differ, or
-        if a pooled number is too large for its dtype.
+        If a value is not an array of real numbers; if keys, shapes, dtypes or arrays that are not
+        pooled differ; or if a pooled number is too large for its dtype.
     FloatingPointError
-        If a state has NaN or infinity where numbers are pooled, or a negative variance.
+        If an array to be pooled contains NaN or infinity, or a variance is negative.
     TypeError, ValueError
-        If `states` are no list of dicts, `counts` not as many positive numbers, or an entry of
-        `instance_norms` matches no layer.
+        If `states` is not a list of dicts, `counts` does not have a positive number for each state,
+        or an entry of `instance_norms` matches no layer.
 
     Examples
     --------
@@ -77,10 +79,10 @@ def pool_states(
     {'avg_mean': array([2.]), 'avg_var': array([13.])}
     """
     is_list = isinstance(states, Sequence)
-    for wrong in [one for one in states if not isinstance(one, Mapping)] if is_list else [states]:
+    for wrong in [s for s in states if not isinstance(s, Mapping)] if is_list else [states]:
         raise TypeError(
-            "`states` must be a list of dicts, each of arrays by their names: got "
-            f"{type(wrong).__name__}{' in the list' if is_list else ''}. Convert lists of arrays "
+            "`states` must be a list of dicts that map names to arrays: got "
+            f"{type(wrong).__name__}{' in the list' if is_list else ''}. Convert a list of arrays "
             "by dict(zip(model.state_dict(), arrays))."
         )
     check_bool(average_parameters=average_parameters)
@@ -95,14 +97,15 @@ def pool_named_states(
     average_parameters: bool,
     instance_norms: Sequence[str],
 ) -> dict[str, Array]:
-    """Run `pool_states`; `sources` are the names of the states in error messages."""
+    """Pool states as `pool_states` does; errors name states by their `sources`."""
     if not states or len(counts) != len(states):
         raise ValueError(
-            f"`counts` must have one number for each state: got {len(counts)} for {len(states)}."
+            "`states` and `counts` must have the same length, at least 1: got "
+            f"{len(states)} and {len(counts)}."
         )
     for count in counts:
         check_number("counts", count, "(0, inf)")
-    # The result has the first state's; torch loads other shapes and dtypes of counters, and none.
+    # Counters are not compared: torch loads them in any shape and dtype, or a state without them.
     counters = {
         _layer(key.removesuffix(end)) + name
         for key in {key for state in states for key in state}
@@ -110,38 +113,38 @@ def pool_named_states(
         if key.endswith(end)
         for name in _COUNTERS
     }
-    alike = [{key: state[key] for key in state if key not in counters} for state in states]
-    hosts = [{key: files.to_numpy(state, key) for key in state} for state in alike]
-    kinds = [{key: f"{tuple(a.shape)} {a.dtype}" for key, a in s.items()} for s in hosts]
-    for i, kind in enumerate(kinds):
-        for key, _ in sorted(kind.items() ^ kinds[0].items()):
+    compared = [{key: state[key] for key in state if key not in counters} for state in states]
+    hosts = [{key: files.to_numpy(state, key) for key in state} for state in compared]
+    types = [{key: f"{tuple(a.shape)} {a.dtype}" for key, a in s.items()} for s in hosts]
+    for i, each in enumerate(types):
+        for key, _ in sorted(each.items() ^ types[0].items()):
             raise files.CheckpointError(
-                f"all states must have {key!r}, of one shape and dtype: got "
-                f"{kinds[0].get(key, 'none')} in {sources[0]} and {kind.get(key, 'none')} in "
+                f"all states must have {key!r}, with the same shape and dtype: got "
+                f"{types[0].get(key, 'none')} in {sources[0]} and {each.get(key, 'none')} in "
                 f"{sources[i]}. Pool states of one model."
             )
-    # Equal counts become 1, so that the sums are those of as many ranks, to the last bit.
+    # Equal counts become 1, so that sums are bitwise equal to allreduces over as many ranks.
     weights = [count / max(counts) for count in counts]
 
-    def wide(key: str, *, is_var: bool = False) -> Array:  # the states are axis 0
+    def stack(key: str, *, is_var: bool = False) -> Array:  # in float64; axis 0: states
         for source, host in zip(sources, hosts, strict=True):
             if not np.all(np.isfinite(host[key])):
                 raise FloatingPointError(
                     f"{key!r} must be finite in every state: got NaN or infinity in {source}. "
-                    "Leave that state out."
+                    "Leave this state out."
                 )
             if is_var and np.any(host[key] < 0):
                 raise FloatingPointError(
-                    f"{key!r} must not be negative, as a variance: got {host[key].min():.3g} in "
-                    f"{source}. Leave that state out, or compute its running statistics again."
+                    f"{key!r} is a variance and must not be negative: got {host[key].min():.3g} in "
+                    f"{source}. Leave this state out, or compute its running statistics again."
                 )
         return np.stack([host[key].astype(np.float64) for host in hosts])
 
     def average(a: Array) -> Array:
-        return sum(weight * one for weight, one in zip(weights, a, strict=True)) / sum(weights)
+        return sum(weight * row for weight, row in zip(weights, a, strict=True)) / sum(weights)
 
     pooled = {
-        key: average(wide(key))
+        key: average(stack(key))
         for key in hosts[0]
         if average_parameters and hosts[0][key].dtype.kind == "f"
     }
@@ -151,20 +154,20 @@ def pool_named_states(
     for pattern in patterns:
         if not any(fnmatchcase(name, str(pattern)) for name in names):
             raise ValueError(
-                f"`instance_norms` must match layers that have running statistics: got {pattern!r} "
-                f"for {format_keys(names) or 'none'}."
+                f"`instance_norms` must match layers with running statistics: got {pattern!r}, "
+                f"but found {format_keys(names) or 'none'}."
             )
     for name, (_, mean, var) in zip(names, statistics, strict=True):
         is_instance = any(fnmatchcase(name, pattern) for pattern in patterns)
         pooled[mean], pooled[var] = pool_running(
-            wide(mean), wide(var, is_var=True), average, between=float(not is_instance)
+            stack(mean), stack(var, is_var=True), average, between=float(not is_instance)
         )
     unequal = {key for key in hosts[0] if len({host[key].tobytes() for host in hosts}) > 1}
-    if refused := unequal - pooled.keys():
+    if unpooled := unequal - pooled.keys():
         raise files.CheckpointError(
-            f"states differ in {format_keys(sorted(refused))}, but only running statistics are "
-            "pooled by default. Leave these arrays out; rename running statistics to running_mean "
-            "and running_var; average other floating-point arrays by average_parameters=True."
+            f"states differ in {format_keys(sorted(unpooled))}, but only running statistics are "
+            "pooled by default. Leave these arrays out, rename running statistics to running_mean "
+            "and running_var, or average floating-point arrays by average_parameters=True."
         )
     result = dict(states[0])
     for key, a in pooled.items():
@@ -178,7 +181,7 @@ def pool_named_states(
 
 
 def _running_statistics(state: Mapping[str, Array]) -> Iterator[tuple[str, str, str]]:
-    """Yield the prefix of each layer with running statistics, and the keys of mean and variance."""
+    """Yield (prefix, key of mean, key of variance) for each layer with running statistics."""
     for mean in state:
         for end, end_of_var in _RUNNING:
             start = mean.removesuffix(end)
@@ -188,11 +191,11 @@ def _running_statistics(state: Mapping[str, Array]) -> Iterator[tuple[str, str, 
                 continue
             layer = _layer(start)
             is_flax = "batch_stats" in mean or f"{layer}scale" in state
-            if end in _AFTER_WORDS or (start == layer and (end != "mean" or is_flax)):
+            if end in _AFTER_ANY or (start == layer and (end != "mean" or is_flax)):
                 yield layer, mean, var
                 break
 
 
 def _layer(key: str) -> str:
-    """Return what stands before the last separator of a key, and the separator."""
+    """Return a key up to its last separator, including the separator."""
     return key[: max(map(key.rfind, "./")) + 1]

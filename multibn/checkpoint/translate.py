@@ -1,7 +1,7 @@
-"""Translates a model's state between Chainer's npz, torch's state_dict and flax's variables.
+"""Conversion of a model's state between Chainer's npz, torch's state_dict and flax's variables.
 
-Translates names, and the layouts of flax's kernels; values never change. Notes say what a file does
-not contain. Nothing in a file is executed.
+Names change, and so do the layouts of flax's kernels and, on request, the convention of running
+variances. Notes list the information that a file does not contain.
 """
 
 import os
@@ -13,7 +13,7 @@ from multibn._typing import Array, check_number
 from multibn.checkpoint import files, flax_variables
 from multibn.checkpoint.files import CheckpointError
 
-# New names of layers or arrays by the old ones; None leaves the arrays out.
+# Maps old names of layers or arrays to new ones; None leaves the arrays out.
 Names: TypeAlias = Mapping[str, str | None]
 
 
@@ -43,12 +43,12 @@ class Converted(NamedTuple):
 
 
 class KeyNames(NamedTuple):
-    """The names that a framework gives to the arrays of a state."""
+    """The names of arrays in a framework's state."""
 
     framework: str
     separator: str
     plain: tuple[str, str]  # weight and bias of most layers
-    norm: tuple[str, str, str, str, str]  # of batch norm: scale, shift, mean, variance, counter
+    norm: tuple[str, str, str, str, str]  # scale, shift, mean, variance, counter of batch norm
 
 
 CHAINER = KeyNames("chainer", "/", ("W", "b"), ("gamma", "beta", "avg_mean", "avg_var", "N"))
@@ -58,14 +58,14 @@ TORCH = KeyNames(
     ("weight", "bias"),
     ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
 )
-# flax counts no batches: the last word is torch's, and is not written.
+# flax counts no batches: the last name is torch's, and is never written.
 FLAX = KeyNames(
     "flax",
     flax_variables.SEPARATOR,
     ("kernel", "bias"),
     ("scale", "bias", "mean", "var", "num_batches_tracked"),
 )
-KEY_NAMES = {words.framework: words for words in (CHAINER, TORCH, FLAX)}
+KEY_NAMES = {names.framework: names for names in (CHAINER, TORCH, FLAX)}
 
 
 def convert(
@@ -79,32 +79,33 @@ def convert(
     transposed: Collection[str] = (),
     count: float | None = None,
 ) -> Converted:
-    """Convert the model in one checkpoint file to another file, of this or another framework.
+    """Convert the model in a checkpoint file to a file of the same or a different framework.
 
-    The suffix gives the format: .npz is Chainer's; .pt, .pth (torch.save) and .safetensors are
+    The suffix determines the format: .npz is Chainer's; .pt, .pth (torch.save) and .safetensors are
     torch's; .msgpack (flax.serialization) is flax's, with the collections `params` and
-    `batch_stats`. Between two files of one framework only the format changes, and names on request.
+    `batch_stats`. Within one framework, only the format and the names in `names` change.
 
-    `dst` is replaced when the new file is complete on disk, and unchanged after any error. Only
-    tensors are unpickled (`weights_only=True`, `allow_pickle=False`).
+    `dst` is replaced atomically, and is unchanged after any error. Only tensors are unpickled
+    (`weights_only=True`, `allow_pickle=False`).
 
     Parameters
     ----------
     src, dst
         Paths. The folder of `dst` must exist.
     prefix
-        Convert only the keys below this one: `"updater/model:main"` of the snapshot of a Chainer
-        trainer, `"model"` or `"state_dict"` of the dict that a training script saves with torch.
+        Convert only the keys below this one: `"updater/model:main"` for the snapshot of a Chainer
+        trainer, `"model"` or `"state_dict"` for the dict that a training script saves with torch.
     names
-        As `chainer_to_torch`. The keys are without `prefix`, and flax's without their collection.
+        See `chainer_to_torch`. Omit `prefix` from the keys, and flax's collection.
     source, target
         `"flax"` for a .safetensors file of flax's variables, whose names begin with the collection.
     transposed
-        The layers, by their names in `src`, whose kernel is that of a flax ConvTranspose (with
-        `transpose_kernel=False`): no file tells them from Conv.
+        Names in `src` of the layers that are ConvTranspose in flax (with
+        `transpose_kernel=False`): a file does not show whether a kernel belongs to Conv.
     count
-        Elements per channel of a batch, n, if running variances shall change their convention:
-        flax's are biased, those of torch and Chainer unbiased by n/(n-1). By default they stay.
+        Elements per channel of a batch, n. If given, running variances are converted from or to
+        flax's convention: biased in flax, unbiased, n/(n-1) times as large, in torch and Chainer.
+        By default they are copied unchanged.
 
     Returns
     -------
@@ -114,7 +115,7 @@ def convert(
     Raises
     ------
     CheckpointError
-        If a file cannot be read or converted: the message begins with its name.
+        If a file cannot be read or converted. The message begins with the file's path.
     OSError
         If a file cannot be written.
 
@@ -154,22 +155,22 @@ def chainer_to_torch(arrays: Mapping[str, Array], /, *, names: Names | None = No
     Parameters
     ----------
     arrays
-        By their names in the npz file, `a/b/W`.
+        A dict that maps the names in the npz file, `a/b/W` for example, to arrays.
     names
-        Other names of layers or single arrays: prefixes, `{"predictor": ""}`, or whole keys,
-        `{"bn/gamma": "norm.weight"}`, from the source's names to the target's; None leaves the
-        arrays out. The longest match counts.
+        Maps names of layers or arrays in the source to names in the target. Keys are prefixes,
+        `{"predictor": ""}`, or whole keys, `{"bn/gamma": "norm.weight"}`; the longest match wins.
+        None leaves the arrays out.
 
     Returns
     -------
     Converted
-        NumPy arrays of unchanged dtypes by torch's names, `a.b.weight`.
+        NumPy arrays under torch's names, `a.b.weight` for example. Dtypes do not change.
 
     Raises
     ------
     CheckpointError
-        If a key is unknown, a value is no array of real numbers, two keys get one name, or an entry
-        of `names` matches no key.
+        If a key is unknown, a value is not an array of real numbers, two keys get the same name, or
+        an entry of `names` matches no key.
 
     Examples
     --------
@@ -184,13 +185,13 @@ def chainer_to_torch(arrays: Mapping[str, Array], /, *, names: Names | None = No
 def torch_to_chainer(state: Mapping[str, Any], /, *, names: Names | None = None) -> Converted:
     """Translate the state of a torch model to Chainer's names; the inverse of `chainer_to_torch`.
 
-    A one-dimensional weight with a bias, but without running statistics, becomes gamma of a
-    normalization; without a bias it must be in `names`. `{"module": ""}` there takes away the
-    prefix that DistributedDataParallel adds, and `{"bn.split_bn": None, "bn.bn": "bn"}` makes a
-    plain layer with the statistics of the whole population of the SubBatchNorm `bn`.
+    A one-dimensional weight with a bias, but without running statistics, becomes the gamma of a
+    normalization layer; without a bias, the weight must be in `names`. The entry `{"module": ""}`
+    of `names` strips the prefix that DistributedDataParallel adds. `{"bn.split_bn": None, "bn.bn":
+    "bn"}` converts the SubBatchNorm `bn` to a plain layer with the statistics of all its splits.
 
-    `names`, the result and the errors are as those of `chainer_to_torch`, with
-    `state` by torch's names. bfloat16, which NumPy does not have, becomes float32.
+    `names`, the result and the errors are those of `chainer_to_torch`. bfloat16, which NumPy lacks,
+    becomes float32.
 
     Examples
     --------
@@ -216,16 +217,16 @@ def _translate(
     names = names or {}
     if not isinstance(names, Mapping) or not all(isinstance(v or "", str) for v in names.values()):
         raise CheckpointError(f"`names` must map str to str or None: got {names!r:.99}.")
-    if idle := [name for name in names if not any(_is_below(key, name, old) for key in state)]:
+    if unmatched := [n for n in names if not any(_is_below(key, n, old) for key in state)]:
         raise CheckpointError(
-            f"every entry of `names` must match a key or a prefix: {format_keys(idle)} match none. "
-            "Correct or remove them."
+            "every entry of `names` must match a key or a prefix: no key matches "
+            f"{format_keys(unmatched)}. Correct or remove these entries."
         )
     layers = {key.rpartition(old)[0] for key in state}
-    if idle := [layer for layer in transposed if layer not in layers]:
+    if unmatched := [layer for layer in transposed if layer not in layers]:
         raise CheckpointError(
-            f"every entry of `transposed` must be a layer: {format_keys(idle)} have no array. "
-            "Correct or remove them."
+            "every entry of `transposed` must be the name of a layer: no array belongs to "
+            f"{format_keys(unmatched)}. Correct or remove these entries."
         )
     norms: list[str] = []
     if source is not target:
@@ -246,20 +247,20 @@ def _translate(
             continue
         if rule != key:
             rest = layer[len(rule) :].strip(old)
-            known = leaf
+            new_leaf = leaf
             if source is not target:
-                known = _counterparts(state, layer, source, target).get(leaf, "")
-                if not known or (new != old and new in rest):
+                new_leaf = _counterparts(state, layer, source, target).get(leaf, "")
+                if not new_leaf or (new != old and new in rest):
                     unknown.append(key)
                     continue
                 if any(map(str.isdigit, rest.split(old))):
                     numbered.append(key)
-            name = new.join(filter(None, (name, rest.replace(old, new), known)))
+            name = new.join(filter(None, (name, rest.replace(old, new), new_leaf)))
         if not name or not name.isprintable() or name in origins:
             raise CheckpointError(
                 f"new names must be unique and printable: {key!r:.99} would become {name!r:.99}"
-                f"{f', as {origins[name]!r:.99} does' if name in origins else ''}. Pass another "
-                "name in `names`."
+                f"{f', as {origins[name]!r:.99} does' if name in origins else ''}. Set a "
+                "different name in `names`."
             )
         origins[name] = key
     if unknown:
@@ -268,9 +269,11 @@ def _translate(
             "`names` (None leaves an array out), or select the model with `prefix`."
         )
     if not origins:
-        raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
+        raise CheckpointError(
+            "no arrays are left to convert: `names` maps every key to None, or the state is empty."
+        )
     notes = []
-    for wrapper in ("module", "_orig_mod"):  # of DistributedDataParallel and torch.compile
+    for wrapper in ("module", "_orig_mod"):  # DistributedDataParallel, torch.compile
         if all(name.startswith(wrapper + new) for name in origins):
             notes.append(
                 f"all keys start with {wrapper!r}, the prefix of a wrapper: pass `prefix` "
@@ -279,28 +282,28 @@ def _translate(
     if numbered:
         notes.append(
             f"the numbers in {format_keys(numbered)} are kept unchanged, which is correct for a "
-            "ChainList. A chainer.Sequential numbers its links in another order and does not count "
-            "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
+            "ChainList. chainer.Sequential numbers links in a different order and does not count "
+            "functions: map the numbers in `names`, see docs/guides/from-chainermn-to-torch.md."
         )
     _, _, mean, new_var, counter = target.norm
-    was = {
+    old_means = {
         key.rpartition(old)[2] for name, key in origins.items() if name.rpartition(new)[2] == mean
     }
-    if was - {mean}:
+    if old_means - {mean}:
         starts = f" {counter} starts at 0." if norms and target is not FLAX else ""
-        carried = f" {new_var} is carried as it is, biased or unbiased." if count is None else ""
+        copied = f" {new_var} is copied unchanged, biased or unbiased." if count is None else ""
         notes.append(
             "set the eps and momentum of the source model in the target's layers: they are not "
             "stored in checkpoints. The default eps is 2e-5 in Chainer, 1e-3 in Keras, and 1e-5 in "
             "torch, flax and Paddle. torch's momentum is 1 - decay, and 1 - the momentum of Keras, "
-            f"flax and Paddle.{carried}{starts}"
+            f"flax and Paddle.{copied}{starts}"
         )
     converted = {name: state[key] for name, key in origins.items()}
     if source is not target and FLAX in (source, target):
         notes += _flax_notes(state, source)
         for name, key in origins.items():
             layer, _, leaf = key.rpartition(old)
-            a = _for_flax(state, key, name, source, target, layer in transposed)
+            a = _convert_layout(state, key, name, source, target, layer in transposed)
             if count is not None and leaf == var:
                 factor = (count - 1) / count if target is FLAX else count / (count - 1)
                 a = (a * factor).astype(a.dtype)
@@ -308,7 +311,7 @@ def _translate(
     return Converted(converted, tuple(notes))
 
 
-def _for_flax(
+def _convert_layout(
     state: Mapping[str, Any],
     key: str,
     name: str,
@@ -316,7 +319,7 @@ def _for_flax(
     target: KeyNames,
     transposed: bool,
 ) -> Array:
-    """Return the array `key`, which becomes `name`, in the layout of `target`."""
+    """Return `state[key]`, whose new name is `name`, in the layout of `target`."""
     value = state[key]
     leaf = (name if target is FLAX else key).rpartition(FLAX.separator)[2]
     if leaf != FLAX.plain[0] or value.ndim < 2:
@@ -325,25 +328,25 @@ def _for_flax(
         return flax_variables.weight(value, transposed=transposed)
     bias = state.get(key.removesuffix(source.plain[0]) + source.plain[1])
     if bias is not None and value.ndim > 2 and bias.shape[0] != value.shape[0]:
-        transposed = True  # torch's weight is (in, out, *spatial) there
+        transposed = True  # the weight is (in, out, *spatial)
     return flax_variables.kernel(value, transposed=transposed)
 
 
 def _flax_notes(state: Mapping[str, Any], source: KeyNames) -> list[str]:
-    """Return what a user must know who moves a model to or from flax."""
+    """Return the notes on a conversion from or to flax."""
     notes = [
-        "flax's activations are (N, *spatial, C): transpose inputs, and permute the rows of a "
-        "Dense behind a flattened map, which no file shows.",
+        "flax's activations are (N, *spatial, C): transpose inputs. If a Dense follows a flattened "
+        "feature map, permute the rows of the Dense: a file does not show the shape of this map.",
     ]
     if any(key.endswith(source.norm[2]) for key in state):
         notes.append(
-            "flax's running variance is biased, those of torch and Chainer are unbiased: pass "
-            "`count` (--count), the elements per channel of a batch, to change the convention."
+            "running variance is biased in flax, unbiased in torch and Chainer: pass `count` "
+            "(--count), the elements per channel of a batch, to convert running variances."
         )
     if any(key.endswith(source.plain[0]) and a.ndim > 2 for key, a in state.items()):
         notes.append(
-            "kernels of more than two axes are taken for those of Conv: name layers that are "
-            "ConvTranspose by `transposed` (--transposed)."
+            "kernels of more than two axes are assumed to belong to Conv: list the layers that are "
+            "ConvTranspose in `transposed` (--transposed)."
         )
     return notes
 
@@ -351,7 +354,7 @@ def _flax_notes(state: Mapping[str, Any], source: KeyNames) -> list[str]:
 def _counterparts(
     state: Mapping[str, Any], layer: str, source: KeyNames, target: KeyNames
 ) -> dict[str, str]:
-    """Map the known names of a layer's arrays from `source` to `target`."""
+    """Return a dict from the last parts of a layer's names in `source` to those in `target`."""
     plain = dict(zip(source.plain, target.plain, strict=True))
     norm = dict(zip(source.norm, target.norm, strict=True))
     if source is FLAX:
@@ -362,7 +365,7 @@ def _counterparts(
     weight, bias = (getattr(state.get(layer + name), "shape", None) for name in source.plain)
     if weight is None or (len(weight) > 1 and weight != bias):
         return plain
-    # Another weight may be of PReLU, RMSNorm, LayerNorm over two axes...
+    # Any other weight may belong to PReLU, RMSNorm, LayerNorm over two axes...
     return norm if len(weight) == 1 and weight == bias else {"bias": target.plain[1]}
 
 
@@ -371,7 +374,7 @@ def _is_below(key: str, name: str, separator: str) -> bool:
 
 
 def format_keys(keys: Iterable[str]) -> str:
-    """Quote the first six of the keys, for a message."""
-    quoted = [f"{key!r:.99}" for key in keys]  # of a file's own, as long as one may be
+    """Quote the first six keys for an error message."""
+    quoted = [f"{key!r:.99}" for key in keys]  # a key in a file may be very long
     more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""
     return ", ".join(quoted[:6]) + more

@@ -184,7 +184,7 @@ def test_notes_say_what_becomes_of_chainers_numbers() -> None:
         converted, "eps is 2e-5 in Chainer, 1e-3 in Keras, and 1e-5 in torch, flax and Paddle"
     )
     check_note(converted, "momentum is 1 - decay, and 1 - the momentum of Keras, flax and Paddle")
-    check_note(converted, "running_var is carried as it is, biased or unbiased")
+    check_note(converted, "running_var is copied unchanged, biased or unbiased")
     check_note(converted, "num_batches_tracked starts at 0")
     assert converted.state["predictor.bn.num_batches_tracked"] == 0
 
@@ -257,10 +257,10 @@ def test_names_replace_keys_and_prefixes_or_are_refused() -> None:
         converted = chainer_to_torch(arrays, names=names)
         assert list(converted.state) == expected
     for wrong, message in (
-        ({"a/d": "x"}, r"match a key or a prefix: 'a/d' match none\. Correct or"),
+        ({"a/d": "x"}, r"match a key or a prefix: no key matches 'a/d'\. Correct or"),
         ({"a/b": "a/c", "a/c": "a/c"}, "'a/c/W' would become 'a/c.weight', as 'a/b/W' does"),
         ({"a/b/W": ""}, "'a/b/W' would become ''"),
-        ({"a": None}, "holds nothing to convert"),
+        ({"a": None}, "no arrays are left to convert: `names` maps every key to None"),
         ({"a": 3}, r"`names` must map str to str or None: got \{'a': 3\}"),
         (["a"], r"`names` must map str to str or None: got \['a'\]"),
     ):

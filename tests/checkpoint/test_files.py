@@ -27,7 +27,7 @@ NEEDS = "torch"
 BEFORE = b"what was there before"
 DAMAGED = (
     r"cannot be read as \.(npz|pt) \(BadZipFile\('the archive has hidden, damaged or unsupported m"
-    r"embers'\)\), and nothing was executed: it is damaged, .*\. Copy it again"
+    r"embers'\)\), and nothing was executed: the file is damaged, .*\. Copy the file again"
 )
 
 
@@ -94,7 +94,7 @@ def _cut(path: Path) -> None:
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"),
          r"a\.npz: HDF5 is not supported: load the file with chainer\.serial"),
         (lambda path: make(path.with_suffix(".pt")).rename(path),
-         r"must be a dense array or tensor of real .*: got bytes\. .* and \.pt for torch"),
+         r"must be a dense array or tensor of real .*: got bytes\. .* and \.pt for files of torch"),
         (_cut, r"ValueError\('EOF: reading array data, expected 16 bytes got 12"),
     ],
     ids=["uninitialised", "longdouble", "HDF5", "torch", "cut"],
@@ -111,7 +111,7 @@ def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
     snapshot["updater/iterator:main/_order"] = np.asarray(None)
     snapshot["extensions/LogReport/_log"] = np.asarray("[]")
     np.savez(tmp_path / "a.npz", **snapshot)
-    message = r"holds more than a model: pass `prefix`, '{0}' \(--prefix {0}\)\."
+    message = r"contains more than a model: pass `prefix` '{0}' \(--prefix {0}\)\."
     refused(tmp_path / "a.npz", message.format("updater/model:main"))
     refused(tmp_path / "a.npz", "'LogReport/_log'|bytes: got <U2. Select", prefix="extensions")
     refused(tmp_path / "a.npz", "Python objects other", prefix="updater/iterator:main")
@@ -126,14 +126,14 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
     script = {"model": model, "optimizer": {"state": {0: model}}, "epoch": 3}
     nested = {"all": {"model": model}, "epoch": 3}
     for state, prefix, message in (
-        (script, "", r"more than a model: pass `prefix`, 'model' \(--prefix model\)\."),
+        (script, "", r"more than a model: pass `prefix` 'model' \(--prefix model\)\."),
         (script, "modle", "starts with the prefix 'modle': found 'epoch', 'model'"),
-        (script, "optimizer.state", "a dict of tensors by name: got dict"),
-        ({"ema": model, "model": model}, "", r"`prefix`, 'ema' or 'model' \(--prefix ema\)"),
+        (script, "optimizer.state", "a dict that maps str to tensors: got dict"),
+        ({"ema": model, "model": model}, "", r"`prefix` 'ema' or 'model' \(--prefix ema\)"),
         ({"model": {"steps": 3}}, "", "'model' must be a dense array or .* real .*: got dict. Sel"),
-        ({"all": {"model": {}}}, "all.model", r"'all\.model': found no key in 'all\.model'\. Pass"),
+        ({"all": {"model": {}}}, "all.model", r"'all\.model': found no key in 'all\.model'\. Corr"),
         (nested, "all.model.x", r"prefix 'all\.model\.x': found 'bn', .* in 'all\.model'"),
-        ([model], "", "must hold a dict of tensors by name: got list. Save `model.st"),
+        ([model], "", "must contain a dict that maps str to tensors: got list. Save `model.st"),
     ):
         torch.save(state, path)
         refused(path, message, prefix=prefix)
@@ -225,7 +225,7 @@ def test_a_storage_that_an_old_file_does_not_fill_is_refused(tmp_path: Path) -> 
     torch.save({"w": torch.ones(60)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     data = (tmp_path / "a.pt").read_bytes()
     (tmp_path / "a.pt").write_bytes(data[: data.rindex(b"\x80\x02]")] + b"\x80\x02].")
-    refused(tmp_path / "a.pt", r"ValueError\('a storage has no numbers'\)")
+    refused(tmp_path / "a.pt", r"ValueError\('a storage has no data'\)")
 
 
 def test_archives_that_would_fill_the_memory_are_refused(
@@ -266,7 +266,7 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         ("", "a.pt", "the suffix must be one of"),
         ("a.npz", "b.txt", r"b\.txt: the suffix must be one of \.npz, \.pt, .*: got '\.txt'"),
         ("a.npz", "b",
-         r"got 'none'\. The suffix says .*: rename the file\. .* b\.npz, and then `p"),
+         r"got 'none'\. The suffix determines .*: rename the file\. .* b\.npz, and pass `p"),
         ("a.h5", "a.pt",
          r"got '\.h5'\. HDF5 is not supported: load the file with .*load_hdf5, and save"),
         ("a.npz", "a.hdf5", "HDF5 is not supported"),
@@ -277,9 +277,9 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
     for dst in ("none/b.pt", "folder.pt", "x" * 999 + ".pt"):
         with pytest.raises(OSError, match=rf"\[Errno \d+\] .*: '{tmp_path}/"):
             convert(source, tmp_path / dst)
-    with pytest.raises(OSError, match=rf"no such folder: make it first: '{tmp_path}/none'$"):
+    with pytest.raises(OSError, match=rf"no such folder: create it first: '{tmp_path}/none'$"):
         convert(source, tmp_path / "none/b.pt")
-    with pytest.raises(CheckpointError, match=r"starts with the prefix 'b': found 'bn'\. Pass"):
+    with pytest.raises(CheckpointError, match=r"starts with the prefix 'b': found 'bn'\. Correct"):
         convert(source, tmp_path / "b.pt", prefix="b")
     assert sorted(tmp_path.iterdir()) == before
     assert convert(link, link).state.keys() == convert(source, tmp_path / "b.NPZ").state.keys()
@@ -312,7 +312,7 @@ def test_names_that_a_library_takes_for_something_else_are_refused(
 ) -> None:
     """NumPy would leave the array out, or nobody could read the file."""
     path = tmp_path / f"model{suffix}"
-    message = f"'{name}' is a reserved name in {suffix} files. Rename this array by `n"
+    message = f"'{name}' is a reserved name in {suffix} files. Rename this array with `n"
     with pytest.raises(CheckpointError, match=message):
         files.write(path, {"w": np.ones(2), name: np.ones(3)})
     assert not path.exists()

@@ -302,8 +302,8 @@ def test_a_count_changes_the_convention_of_variances(suffix: str, tmp_path: Path
 def test_what_no_file_shows_is_noted(tmp_path: Path) -> None:
     torch.save(random_state(unet()), tmp_path / "a.pt")
     notes = " ".join(convert(tmp_path / "a.pt", tmp_path / "a.msgpack").notes)
-    for words in ("eps and momentum", "1 - the momentum of Keras", "permute the rows of a Dense",
-                  "running variance is biased", "by `transposed`"):  # fmt: skip
+    for words in ("eps and momentum", "1 - the momentum of Keras", "permute the rows of the Dense",
+                  "running variance is biased", "in `transposed`"):  # fmt: skip
         assert words in notes
 
 
@@ -311,9 +311,9 @@ def test_what_no_file_shows_is_noted(tmp_path: Path) -> None:
     "tree, options, message",
     [
         ({"params": {"w": {"kernel": np.ones((2, 2))}}, "opt_state": {"0": np.ones(1)}}, {},
-         "holds 'opt_state' beside the model's variables: the state of an optimizer"),
+         "contains 'opt_state' in addition to the model's variables: the state of an optimizer"),
         ({"params": {"w": {"kernel": np.ones((2, 2))}}}, {"transposed": ["up"]},
-         "every entry of `transposed` must be a layer: 'up'"),
+         "every entry of `transposed` must be the name of a layer: no array belongs to 'up'"),
         ({"params": {"w": {"log_scale": np.ones(2)}}}, {}, "no name in torch is known for"),
     ],
 )  # fmt: skip
@@ -327,7 +327,9 @@ def test_what_has_no_counterpart_is_named(
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=r"of a \.pt must be one of torch: got 'flax'"):
+    with pytest.raises(CheckpointError, match=r"of a \.pt file must be torch: got 'flax'"):
         convert(tmp_path / "a.pt", tmp_path / "a.msgpack", source="flax")
+    with pytest.raises(CheckpointError, match=r"the suffix must be one of .*: got '\.txt'"):
+        convert(tmp_path / "a.pt", tmp_path / "a.txt", target="flax")
     with pytest.raises(ValueError, match=r"`count` must be in .1, inf.: got 1"):
         convert(tmp_path / "a.pt", tmp_path / "a.msgpack", count=1)

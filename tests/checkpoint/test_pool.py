@@ -124,10 +124,10 @@ def test_integers_are_never_averaged() -> None:
     "change, message",
     [
         ({"x": np.zeros(2)},
-         r"have 'x', .*: got none in states\[0\] and \(2,\) float64 in st.*\[1"),
+         r"have 'x', with the .*: got none in states\[0\] and \(2,\) float64 in st.*\[1"),
         ({"bn/avg_var": None}, r"'bn/avg_var', .* got \(3,\) float64 in states\[0\] and none in "),
         ({"bn/avg_mean": np.zeros(4)}, r"'bn/avg_mean', .* and \(4,\) float64 in states\[1\]\. P"),
-        ({"bn/avg_mean": np.zeros(3, "f4")}, r"one shape and dtype: .* and \(3,\) float32 in sta"),
+        ({"bn/avg_mean": np.zeros(3, "f4")}, r"same shape and dtype: .* and \(3,\) float32 in sta"),
     ],
 )  # fmt: skip
 def test_states_of_unlike_models_are_refused(change: dict[str, Any], message: str) -> None:
@@ -146,7 +146,7 @@ def test_a_mean_and_a_variance_of_other_shapes_are_no_statistics() -> None:
 @pytest.mark.parametrize(
     "counts, message",
     [
-        ([1, 2], "`counts` must have one number for each state: got 2 for 3"),
+        ([1, 2], "`states` and `counts` must have the same length, at least 1: got 3 and 2"),
         ([1, 2, 0], "`counts` must be positive and finite: got 0"),
         ([1, 2, float("inf")], "`counts` must be positive and finite: got inf"),
         ([1, 2, "3"], "`counts` must be a number: got '3' of type str"),
@@ -155,7 +155,7 @@ def test_a_mean_and_a_variance_of_other_shapes_are_no_statistics() -> None:
 def test_wrong_counts_are_refused(counts: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         pool_states(states("torch"), counts)
-    with pytest.raises(ValueError, match="each state: got 0 for 0"):
+    with pytest.raises(ValueError, match="same length, at least 1: got 0 and 0"):
         pool_states([], [])
 
 
@@ -163,13 +163,13 @@ def test_wrong_counts_are_refused(counts: Any, message: str) -> None:
     "make, message",
     [
         (lambda s: [list(one.values()) for one in s],
-         r"list in the list\. Convert lists of arrays"),
+         r"list in the list\. Convert a list of arrays"),
         (lambda s: dict(enumerate(s)), "got dict. Convert"),
         (iter, "got list_iterator. Conv"),
     ],
 )  # fmt: skip
 def test_states_that_are_no_list_of_dicts_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=r"`states` must be a list of dicts, each of .*" + message):
+    with pytest.raises(TypeError, match=r"`states` must be a list of dicts that map .*" + message):
         pool_states(make(states("torch")), COUNTS)
 
 
@@ -218,7 +218,7 @@ def test_statistics_are_known_by_the_names_of_each_framework(
 def test_parameters_of_other_models_are_no_statistics(names: tuple[str, str]) -> None:
     apart = [dict(zip(names, np.full((2, 3), m), strict=True)) for m in (0.0, 8.0)]
     assert pool_states(apart, [1, 1], average_parameters=True)[names[1]].tolist() == [4] * 3
-    with pytest.raises(CheckpointError, match="; rename running statistics to running_mean and"):
+    with pytest.raises(CheckpointError, match=", rename running statistics to running_mean and"):
         pool_states(apart, [1, 1])
 
 
@@ -241,7 +241,7 @@ def test_named_instance_norms_have_the_mean_of_the_variances(tmp_path: Path, cap
         torch.testing.assert_close(pooled["in.running_var"], expected)
         for key in ("in.running_mean", "bn.running_var"):
             assert torch.equal(pooled[key], pool_states(apart, [2, 6])[key])
-    with pytest.raises(ValueError, match=r"must match layers .*: got 'out' for 'in', 'bn'"):
+    with pytest.raises(ValueError, match=r"must match layers .*: got 'out', but found 'in', 'bn'"):
         pool_states(apart, [2, 6], instance_norms=["in", "out"])
     paths = [str(plain.make(tmp_path / f"{i}.pt", one)) for i, one in enumerate(apart)]
     command = ["pool", *paths, "-o", str(tmp_path / "c.pt"), "--counts", "2", "6"]
@@ -249,7 +249,7 @@ def test_named_instance_norms_have_the_mean_of_the_variances(tmp_path: Path, cap
     written = files.read(tmp_path / "c.pt", "")
     torch.testing.assert_close(written["in.running_var"], expected)
     assert cli.main([*command, "--instance-norms", "out"]) == 2
-    assert "got 'out' for 'in', 'bn'" in capsys.readouterr().err
+    assert "got 'out', but found 'in', 'bn'" in capsys.readouterr().err
 
 
 def test_a_negative_variance_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:
@@ -257,13 +257,13 @@ def test_a_negative_variance_is_refused_by_name(tmp_path: Path, capsys: Any) -> 
     for framework, key in (("torch", "bn.running_var"), ("chainer", "bn/avg_var")):
         apart = states(framework)
         apart[1][key][0] = -0.2
-        found = rf"^'{key}' must not be negative, as a variance: got -0.2 in states\[1\]\. L"
+        found = rf"^'{key}' is a variance and must not be negative: got -0.2 in states\[1\]\. L"
         with pytest.raises(FloatingPointError, match=found):
             pool_states(apart, COUNTS, average_parameters=framework == "torch")
     paths = [str(plain.make(tmp_path / f"{i}.npz", one)) for i, one in enumerate(apart)]
     command = ["pool", *paths, "-o", str(tmp_path / "c.npz"), "--counts", "1", "2", "3"]
     assert cli.main(command) == 2
-    assert f"'bn/avg_var' must not be negative, as a variance: got -0.2 in {paths[1]}. L" in (
+    assert f"'bn/avg_var' is a variance and must not be negative: got -0.2 in {paths[1]}. L" in (
         capsys.readouterr().err
     )
 
@@ -307,9 +307,10 @@ def refused(sources: list[str], *options: str, capsys: Any) -> str:
 
 
 def test_the_command_refuses_what_does_not_fit(two: list[str], capsys: Any) -> None:
-    assert "`counts` must have one number" in refused(two, "--counts", "1", capsys=capsys)
+    assert "`counts` must have the same length" in refused(two, "--counts", "1", capsys=capsys)
     other = str(plain.make(Path(two[0]).with_name("c.npz")))
-    assert "dst.pt: must be of the framework of all SRC" in refused([two[0], other], capsys=capsys)
+    said = refused([two[0], other], capsys=capsys)
+    assert "SRC and DST must be files of one framework: got chainer, torch. Convert" in said
     other = str(plain.make(Path(two[0]).with_name("c.pt"), {"model": {"x": torch.zeros(2)}}))
     said = refused([two[0], other], capsys=capsys)
     assert f" in {two[0]} and none in {other}. Pool" in said

@@ -180,7 +180,7 @@ def test_without_arguments_the_command_prints_its_help() -> None:
         ("convert /no/a.npz a.pt", "multibn convert: /no/a.npz: no such file. Pass the path of"),
         ("convert a.npz a.pt --names /no", "No such file or directory: '/no'"),
         ("convert FOLDER.npz a.pt", "FOLDER.npz: a folder. Pass the path of a checkpoint"),
-        ("convert snapshot_iter_9 a.pt", "needs snapshot_iter_9.npz, and then `prefix` 'upd"),
+        ("convert snapshot_iter_9 a.pt", "to snapshot_iter_9.npz, and pass `prefix` 'updater/"),
         ("convert a.npz a.pt --names deep.json", "--names deep.json must be a file with"),
         ("convert a.npz /proc/a.npz", "[Errno 2] No such file or directory: '/proc/a.npz'"),
         ("covert a.npz a.pt", "invalid choice: 'covert' (choose from"),
@@ -218,8 +218,8 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
         note, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
         assert " ".join(note.split()) == (
             "note: the numbers in 'l/0/W', 'l/0/b' are kept unchanged, which is correct for a "
-            "ChainList. A chainer.Sequential numbers its links in another order and does not count "
-            "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
+            "ChainList. chainer.Sequential numbers links in a different order and does not count "
+            "functions: map the numbers in `names`, see docs/guides/from-chainermn-to-torch.md."
         )
         assert max(map(len, note.splitlines())) <= 80
         assert last == f"{verb} {target}: 2 arrays"
