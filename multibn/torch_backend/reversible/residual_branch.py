@@ -147,7 +147,7 @@ class ResidualBranch:
         # torch.func.functional_call would take much more time.
         places += [
             (values, name, others.get(id(t), t))
-            for values, name, t, _ in self._read
+            for values, name, t, _ in self._constants
             if id(t) in others or values[name] is not t  # assigned since the first pass
         ]
         with self._replay, replaced(places), self._random_numbers(), self._autocasting():
