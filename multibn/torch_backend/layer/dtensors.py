@@ -43,12 +43,11 @@ def normalize_local(
     """
     mesh, sharing = _layout(args.x)
     warning = ""
-    if mesh is not None:
-        if not isinstance(communicator, LayerCommunicator):  # evaluation without running statistics
-            communicator, warning = _mesh_communicator(mesh, sharing)
-        elif isinstance(communicator.communicator, DefaultCommunicator):
-            along, warning = _mesh_communicator(mesh, sharing)
-            communicator = communicator.for_group(along)
+    if not isinstance(communicator, LayerCommunicator):  # evaluation without running statistics
+        communicator, warning = _mesh_communicator(mesh, sharing)
+    elif isinstance(communicator.communicator, DefaultCommunicator):
+        along, warning = _mesh_communicator(mesh, sharing)
+        communicator = communicator.for_group(along)
     y, batch = function(_localize(args, mesh, sharing), num_channels, communicator)
     if warning:  # after the message: on one rank, it may be an error
         _warn_once(warning)
@@ -72,7 +71,11 @@ def buffer(x: Any, /) -> Any:
 def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
     """The mesh of an input, and those of its dimensions that divide the elements of a channel."""
     if not contains_dtensor([x]):
-        return None, ()
+        raise TypeError(
+            "the input must be a DTensor if the layer's parameters, its buffers or the residual "
+            f"are DTensors: got a {type(x).__qualname__}. Call distribute_tensor on the input, or "
+            "full_tensor on the others."
+        )
     from torch.distributed.tensor import Replicate, Shard
 
     for k, placement in enumerate(x.placements):
@@ -89,21 +92,25 @@ def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
 
 def _localize(args: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
     """The local part of an input, and of what goes with it."""
-    placements = getattr(args.x, "placements", None)
-    if len(args.axis) < args.x.ndim - 1 or args.mask is not None:
+    x, residual, placements = args.x, args.residual, args.x.placements
+    if len(args.axis) < x.ndim - 1 or args.mask is not None:
         raise TypeError(
             "`mask`, `lengths` and num_splits are not supported for DTensor inputs: "
             f"got placements {placements}. Call to_local on the input, and pass a "
             "`process_group`."
         )
-    others = getattr(args.residual, "placements", None)
-    if args.residual is not None and others != placements:
-        raise TypeError(
-            f"`residual` must have the placements of the input, {placements}: got "
-            f"{others or 'a plain tensor'}."
-        )
+    if residual is not None:
+        others = getattr(residual, "placements", None)
+        if others != placements or residual.device_mesh != mesh:
+            where = f" on ranks {residual.device_mesh.mesh.tolist()}" if others else ""
+            raise TypeError(
+                f"`residual` must have the placements and the mesh of the input, {placements} on "
+                f"ranks {mesh.mesh.tolist()}: got {others or 'a plain tensor'}{where}. Call "
+                "distribute_tensor or redistribute on it."
+            )
+        residual = residual.to_local()
     weight, bias = (_parameter(p, mesh, sharing) for p in (args.weight, args.bias))
-    return args._replace(x=_local(args.x), weight=weight, bias=bias, residual=_local(args.residual))
+    return args._replace(x=x.to_local(), weight=weight, bias=bias, residual=residual)
 
 
 def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:
@@ -127,15 +134,8 @@ def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:
     return p.to_local(grad_placements=gradient)
 
 
-def _local(x: Any) -> Any:
-    """This rank's part of a tensor."""
-    return x.to_local() if contains_dtensor([x]) else x
-
-
 def _wrap_output(x: Any, y: Tensor) -> Tensor:
     """The output for `x`, whose local part is `y`."""
-    if not contains_dtensor([x]):
-        return y
     options: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
     return type(x).from_local(y, x.device_mesh, x.placements, **options)
 
@@ -143,19 +143,28 @@ def _wrap_output(x: Any, y: Tensor) -> Tensor:
 @lru_cache(maxsize=256)
 def _mesh_communicator(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, str]:
     """The ranks along some dimensions of a mesh, and a warning if there are others."""
-    here = [slice(None) if k in dims else n for k, n in enumerate(mesh.get_coordinate())]
-    ranks, num_ranks = mesh.mesh[tuple(here)].flatten().tolist(), dist.get_world_size()
+    coordinate, num_ranks = mesh.get_coordinate(), dist.get_world_size()
+    if coordinate is None:
+        raise ValueError(
+            f"the input's mesh must contain this rank, {dist.get_rank()}: got a mesh of ranks "
+            f"{mesh.mesh.tolist()}. Call the layer on these ranks only."
+        )
+    here = [slice(None) if k in dims else n for k, n in enumerate(coordinate)]
+    ranks = mesh.mesh[tuple(here)].flatten().tolist()
+    same = f"torch.distributed.new_group({ranks}, use_local_synchronization=True)"
     if len(ranks) == 1:
         found: Communicator = SingleProcess()
+        same = "multibn.SingleProcess()"
     elif len(dims) == 1:
         found = as_communicator(mesh.get_group(dims[0]))
+        same = f"mesh.get_group({dims[0]})"
     else:
         found = as_communicator() if len(ranks) == num_ranks else restore(tuple(ranks))
     warning = (
         f"statistics are shared over ranks {sorted(ranks)}, by the placements of the input on "
         f"{mesh}, but not with ranks outside the mesh. If those hold further samples, pass a "
         "`process_group` that includes them; otherwise silence this with "
-        f"process_group={found!r}."
+        f"process_group={same}, where `mesh` is the input's."
     )
     return found, warning if num_ranks > mesh.size() else ""
 

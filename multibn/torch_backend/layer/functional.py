@@ -181,10 +181,9 @@ def normalize_with_batch_stats(
     key = None if layer is None else autograd.plan_key(args, weighting)
     plan = None if layer is None else layer.plans.get(key)
     if plan is None:
-        if dtensors.contains_dtensor((args.x, args.weight, args.bias)):
-            if dtensors.contains_dtensor([args.x]):
-                # Not each rank's part, so that all ranks raise.
-                validation.check_input(args.x, num_channels)
+        if dtensors.contains_dtensor((args.x, args.weight, args.bias, args.residual)):
+            # Not each rank's part, so that all ranks raise.
+            validation.check_input(args.x, num_channels)
             function = partial(normalize_with_batch_stats, weighting=weighting)
             return dtensors.normalize_local(function, args, num_channels, communicator)
         validation.validate_call(args, num_channels, communicator)

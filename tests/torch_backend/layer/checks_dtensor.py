@@ -28,6 +28,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.debug import CommDebugMode
 
+import multibn
 from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.communicators.watchdog import Watchdog
@@ -192,10 +193,15 @@ def check_residual_relu_and_second_order_equal_one_process(world: Communicator) 
         results.append([_full(t) for t in (y, *first, x.grad, residual.grad)])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
     part = _place(_whole(0), mesh, BOTH)
-    for wrong in (_place(_whole(1), mesh, [Replicate()] * 2), part.to_local()):
-        with pytest.raises(
-            TypeError, match=r"`residual` must have the placements of the input, \("
-        ):
+    turned = dist.DeviceMesh("cpu", [[0, 2], [1, 3]])
+    replicated = [Replicate()] * 2
+    for wrong, got in (
+        (_place(_whole(1), mesh, replicated), r"\(Replicate.* on ranks \[\[0, 1\], \[2, 3\]\]"),
+        (_place(_whole(1), turned, BOTH), r"\(Shard.* on ranks \[\[0, 2\], \[1, 3\]\]"),
+        (part.to_local(), "a plain tensor"),
+    ):
+        text = r"`residual` must have the placements and the mesh of the input, \(.*: got "
+        with pytest.raises(TypeError, match=f"{text}{got}. Call distribute_tensor or redist"):
             layer(part, wrong)
 
 
@@ -269,8 +275,25 @@ def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None
             if name == "weight" or len(placement) == 2:
                 with pytest.raises(TypeError, match="must be Replicate on the mesh of the input"):
                     other(x)
-    with pytest.raises(TypeError, match="must be Replicate on the mesh of the input, None"):
-        distribute_module(_layer(), mesh)(_whole(0))  # a plain input
+    plain, mask = _whole(0), torch.ones(SHAPE[0], *SHAPE[2:], dtype=torch.bool)
+    placed: Any = distribute_module(_layer(), mesh)
+    for call in (
+        lambda: placed(plain),
+        lambda: placed(plain, mask=mask),
+        lambda: copy.deepcopy(placed).eval()(plain),
+        lambda: _layer(fuse_relu=True)(plain, x),
+    ):
+        with pytest.raises(TypeError, match=r"input must be a DTensor if .*: got a Tensor\. Call"):
+            call()
+    part = distribute_tensor(plain, dist.DeviceMesh("cpu", [[0], [1]]), [Shard(0), Shard(2)])
+    if world.rank < 2:
+        text = r"process_group=torch\.distributed\.new_group\(\[0, 1\], use_local_sync.*=True\), wh"
+        with pytest.warns(UserWarning, match=text):
+            layer(part)
+    else:
+        text = rf"must contain this rank, {world.rank}: got a mesh of ranks \[\[0\], \[1\]\]\. Call"
+        with pytest.raises(ValueError, match=text):
+            layer(part)
     with pytest.raises(TypeError, match="num_splits are not supported for DTensor inputs"):
         SubBatchNorm2d(2, num_features=C).double()(
             _place(torch.ones(4, C, 2, 2).double(), mesh, BOTH)
@@ -311,8 +334,13 @@ def check_a_named_group_decides(world: Communicator) -> None:
         if world.rank == 0:
             warnings.simplefilter("error")
         _layer()(x)
-    with warned if world.rank == 0 else nullcontext():
-        y = _layer()(x)
+    with warned if world.rank == 0 else nullcontext() as caught:
+        y = nn.Sequential(_layer())(x)
+    if caught:  # at a line of the user's; its advice can be typed
+        assert caught[0].filename == __file__
+        advised = re.search(r"process_group=(.*), where", str(caught[0].message))
+        names = {"mesh": x.device_mesh, "torch": torch, "multibn": multibn}
+        assert set(dist.get_process_group_ranks(eval(advised[1], names))) == {0, 1}
     _compare({"y": y}, {"y": by_rows.y[0]}, "rows")
     _layer()(x)  # warned before
 
