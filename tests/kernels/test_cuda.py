@@ -3,8 +3,8 @@
 Triton reads at its import whether to interpret, so each runs in a process of its own.
 """
 
-import importlib
 import contextlib
+import importlib
 import os
 import re
 import subprocess
