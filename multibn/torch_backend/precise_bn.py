@@ -57,13 +57,15 @@ def update_bn_stats(
     The model runs forward on the batches without gradients. Each layer stays in its present mode,
     so that deeper layers get the same inputs as in training, and synchronized layers share their
     statistics. Only running means and variances change: other buffers, counters, modes, hooks and
-    the state of torch's random numbers are as before. After an exception everything is as before.
+    the states of torch's default random generators, of the CPU and of the model's devices, are as
+    before. After an exception everything is as before.
 
     Collective: every rank of `process_group` must call it, with the same arguments but for the
-    data. Each batch has one small allreduce, and each layer of C channels one of 2C+2 numbers at
-    the end. Loaders may differ in length: a rank without data left takes part in the messages
-    of synchronized layers, but a model that communicates in other ways (FSDP) needs equally many
-    batches on every rank.
+    data. Besides the layers' own messages, each batch has one small allreduce, and each layer of C
+    channels one of 2C+2 numbers at the end; with `estimator="mean_of_var"`, each forward pass of a
+    synchronized layer has one more of 2C+4. Loaders may differ in length: a rank without data left
+    takes part in the messages of synchronized layers, but a model that communicates in other ways
+    (FSDP) needs equally many batches on every rank.
 
     Parameters
     ----------
@@ -253,9 +255,11 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         tensors += [buffer for buffer in m._buffers.values() if buffer is not None]
         tensors += running_tensors(m) if isinstance(m, _BatchNorm) else []
     before = [t.clone() for t in tensors]
-    gpus = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
     try:
-        with replaced(places), torch.random.fork_rng(devices=gpus):
+        with replaced(places), torch.random.fork_rng([]), ExitStack() as generators:
+            for device in devices - {torch.device("cpu")}:
+                generators.enter_context(torch.random.fork_rng([device], device_type=device.type))
             yield
     finally:
         for m, training in modes:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn.engine.statistics import OneValueError
@@ -22,11 +23,12 @@ from multibn.torch_backend import (
     SyncBatchNorm,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
+    precise_bn,
     step_statistics,
     update_bn_stats,
 )
 from tests.engine.test_population_of_models import Torch
-from tests.helpers.ranks import errors_of_rank_0
+from tests.helpers.ranks import CountingCommunicator, errors_of_rank_0, run_ranks
 
 NEEDS = "torch"
 
@@ -180,6 +182,32 @@ def test_a_step_of_step_statistics_and_other_pools_stand_aside() -> None:
         np.testing.assert_allclose(kept(bn)[0], rows(data).mean(1), rtol=1e-5)
     mean = (rows(data).mean(1) + rows([x]).mean(1)) / 2
     np.testing.assert_allclose(kept(bn)[0], mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
+def test_a_mean_of_variances_has_a_message_in_each_forward_pass(estimator: Any) -> None:
+    def messages(communicator: Any) -> list[int]:
+        counting = CountingCommunicator(communicator)
+        layer = SyncBatchNorm(3, process_group=counting)
+        precise(layer, batches(), process_group=counting, estimator=estimator)
+        return counting.messages
+
+    for found in run_ranks(2, messages):
+        assert found.count(2 * 3 + 4) == 3 * {"population": 1, "mean_of_var": 2}[estimator]
+        assert found.count(2 * 3 + 2) == 1  # at the end
+
+
+def test_random_numbers_of_any_accelerator_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without XPUs has fake tensors and a stand-in of their generator."""
+    state = torch.ones(1)
+    monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: state.clone())
+    monkeypatch.setattr(torch.xpu, "set_rng_state", lambda new, device: state.copy_(new))
+    model = nn.Module()
+    with FakeTensorMode():
+        model.weight = nn.Parameter(torch.empty(1, device="xpu:0"))
+    with precise_bn._unchanged(model):
+        state += 1
+    assert state == 1
 
 
 def test_layers_that_are_frozen_or_untracked_are_left_alone() -> None:
