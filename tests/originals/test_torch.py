@@ -20,11 +20,11 @@ def test_a_parameter_of_another_length_is_refused(name: str, length: int) -> Non
     """Also one element, which arithmetic would broadcast."""
     layer = SyncBatchNorm(3)
     setattr(layer, name, nn.Parameter(torch.ones(length)))
-    message = rf"`{name}` must have shape \(3,\), a number for each channel.*got \({length},\) in"
+    message = rf"`{name}` must have shape \(3,\), a number for each channel.*got \({length},\) and"
     with pytest.raises(ValueError, match=message):
         layer(torch.randn(4, 3))
     setattr(layer.train(), name, nn.Parameter(torch.ones(3, dtype=torch.complex64)))
-    with pytest.raises(ValueError, match=r"in floating point: got \(3,\) in torch\.complex64"):
+    with pytest.raises(ValueError, match=r"floating-point dtype: got \(3,\) and torch\.complex64"):
         layer(torch.randn(4, 3))
     setattr(layer, name, nn.Parameter(torch.ones(length)))
     with pytest.raises(RuntimeError, match=f"{name} should contain 3 elements not {length}"):

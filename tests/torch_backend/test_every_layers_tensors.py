@@ -190,7 +190,7 @@ def test_a_tensor_that_wraps_another_on_one_rank_is_an_error_on_all(name: str) -
     def run(communicator: Any) -> None:
         layer = make(name, process_group=communicator, dtype=torch.float32)
         for wrong in wrappers[: 1 if name == "masked" or name in OF_SAMPLES else 2]:
-            message = f"must be a plain tensor: got a {type(wrong).__name__}, .* tensor that it"
+            message = f"must be a plain tensor: got a {type(wrong).__name__}, .* wrapped tensor"
             with refusal(communicator, 1, TypeError, message):
                 layer(wrong if communicator.rank == 1 else x)
             for fine in (x.as_subclass(Named), nn.Parameter(x)):

@@ -1,8 +1,8 @@
-"""Batch normalization as an autograd node, with one message each way.
+"""Batch normalization as an autograd node, with one allreduce each way.
 
 For second derivatives and, in one process, for forward mode and torch.func, the forward pass is
-composed of differentiable torch operations. The ranks share one of these operations, the sum of
-their messages; its gradient is the sum of the messages' gradients, which is one more message.
+composed of differentiable torch operations. One of these is the allreduce, whose gradient is an
+allreduce of the ranks' gradients.
 """
 
 import sys
@@ -40,14 +40,14 @@ from multibn.torch_backend._torch_private import (
 )
 from multibn.torch_backend.layer import dtensors
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
     """Return the cache key of the plan for `args`, or None if the call must not be cached.
 
     A cached plan under this key implies that input, parameters and running statistics were
-    validated. The rows of the table are tests/torch_backend/layer/test_guard.py's.
+    validated. tests/torch_backend/layer/test_guard.py lists what the key must depend on.
     """
     x, weight, bias, residual, running = args.x, args.weight, args.bias, args.residual, args.running
     if (
@@ -55,14 +55,14 @@ def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
         or x.layout is not torch.strided
         or x.is_nested
         or transforms_are_active()
-        or getattr(forward_ad, TANGENT_LEVEL, -1) >= 0  # tangents
+        or getattr(forward_ad, TANGENT_LEVEL, -1) >= 0  # forward mode
         or get_dispatch_mode(MAKE_FX)
         or get_tracing_state() is not None
     ):
         return None
-    needed = x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
+    needs_grad = x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
     key: tuple[Any, ...] = (
-        x.shape, x.stride(), x.dtype, x.device, needed, *options_of(args), weighting,
+        x.shape, x.stride(), x.dtype, x.device, needs_grad, *options_of(args), weighting,
         args.mask is None, type(running), weight is None, call_context(),
     )  # fmt: skip
     if weight is not None:
@@ -82,21 +82,21 @@ def plan_key(args: NormArgs, weighting: Weighting) -> tuple[Any, ...] | None:
 def running_stats_of(
     bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
 ) -> Running | StepAccumulator | None:
-    """The statistics of `bn` that a training step moves in place, once; None if there are none.
+    """Return the running statistics of `bn` that a training pass updates in place, or None.
 
-    In a step of `step_statistics`, the step's accumulator. With `momentum`, the caller has counted
-    the batch already.
+    Inside of `step_statistics`, return its accumulator. Pass `momentum` if the caller has already
+    incremented `num_batches_tracked`.
     """
     if not bn.track_running_stats:
         return None
     step_accumulator: StepAccumulator | None = getattr(bn, "step_accumulator", None)
     if step_accumulator is not None:
         return step_accumulator
-    buffers = bn._buffers  # attributes of a module take longer
+    buffers = bn._buffers  # faster than attributes of a module
     try:
         mean, var = buffers["running_mean"], buffers["running_var"]
         counter = buffers["num_batches_tracked"]
-    except KeyError:  # frozen parameters, or plain attributes
+    except KeyError:  # replaced by frozen parameters or plain attributes
         mean, var, counter = bn.running_mean, bn.running_var, bn.num_batches_tracked
     if mean is None or var is None:
         return None
@@ -108,63 +108,63 @@ def running_stats_of(
 
 
 def is_transformed() -> bool:
-    """Whether torch.func transforms this call, or forward mode may have tangents for its inputs."""
+    """Return whether a torch.func transform or forward-mode AD is active."""
     return transforms_are_active() or getattr(forward_ad, TANGENT_LEVEL, -1) >= 0
 
 
 class _AutocastOff:
-    """A context in which autocast, which is on for a kind of device, is off.
+    """A context that turns autocast off for a device type for which it is on.
 
-    torch.autocast takes longer than a layer's kernels.
+    Entering torch.autocast would take longer than a layer's kernels.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
 
     def __enter__(self) -> None:
-        torch.set_autocast_enabled(self._kind, False)
+        torch.set_autocast_enabled(self._device_type, False)
 
     def __exit__(self, *exception: object) -> None:
-        torch.set_autocast_enabled(self._kind, True)
+        torch.set_autocast_enabled(self._device_type, True)
 
 
 def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
-    """A context in which operations on tensors like `x` keep their dtypes."""
+    """Return a context in which autocast is off for the device of `x`."""
     if is_any_autocast_enabled():
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            return _AutocastOff(kind)
-    return _NOTHING
+        device_type = x.device.type
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
+            return _AutocastOff(device_type)
+    return _NULL_CONTEXT
 
 
 def disable_dispatch_modes_in_recompute() -> AbstractContextManager[Any]:
-    """A context in which selective checkpointing sees no operation of a pass that may run again.
+    """Return a context that hides a layer's operations from selective checkpointing.
 
-    torch matches the operations of the two passes by count, and a layer runs others when it is
-    recomputed.
+    torch matches the operations of a pass and of its recomputation by count, and a layer runs
+    different operations in a recomputation.
     """
     if torch.compiler.is_compiling() or not recompute.state.stack or get_dispatch_mode(MAKE_FX):
-        return _NOTHING
+        return _NULL_CONTEXT
     return without_dispatch_modes()
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Whether a backward pass may follow a forward pass over `x`."""
+    """Return whether a backward pass may follow a forward pass over `x`."""
     return x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """The autograd node, of an input and its statistics, which have no gradient. Collective.
+    """The autograd node, from the input to (output, statistics without a gradient). Collective.
 
-    The plan is the engine's, or, in compiled code, that of `compiled`, whose output may differ
-    from that of the kernels in the last digit, and so in the signs before a ReLU.
+    The plan is the engine's, or in compiled code `compiled._Traced`. Compiled outputs may differ
+    from the kernels' in the last digit, and therefore in their signs before a ReLU.
     """
 
     @staticmethod
     def forward(
         ctx: Any, plan_and_args: tuple[Any, NormArgs], *_: Tensor | None
     ) -> tuple[Tensor, BatchStatistics]:
-        # They are packed into one argument, as `apply` inspects each.
+        # Plan and args are one argument, because `apply` inspects each argument.
         plan, args = plan_and_args
         is_eager = type(plan) is Plan
         if is_eager and not args.x.is_cpu:
@@ -177,7 +177,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 y, batch = plan.forward(args)
         else:
             y, batch = plan.forward(args)
-        # The statistics have no gradient, and torch takes a microsecond to save a tensor.
+        # Not save_for_backward for the statistics: they have no gradient, and it takes 1 us each.
         ctx.plan_and_batch = plan, batch
         output = y if args.relu and (args.residual is not None or not is_eager) else None
         ctx.save_for_backward(args.x, args.weight, args.bias, args.mask, output)
@@ -198,7 +198,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     plan, batch = ctx.plan_and_batch
     args = NormArgs(x, weight, bias, *plan.options, mask)  # type: ignore[call-arg]
     g = Gradient(dy, args, batch, y, needed[0])
-    # With `create_graph`, torch is to differentiate the backward pass; or to batch it.
+    # `create_graph`, torch.func and `is_grads_batched` need differentiable operations.
     if torch.is_grad_enabled() or is_transformed() or is_legacy_batchedtensor(dy):
         return None, *_differentiable_backward(g, needed, plan)
     if torch.is_anomaly_enabled() and type(plan) is Plan:
@@ -210,7 +210,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def with_kernel_layout(args: NormArgs) -> NormArgs:
-    """The input with `x` copied where a GPU's kernels do not take such a layout.
+    """Return `args`, with a contiguous copy of `x` if a GPU's kernels do not support its layout.
 
     `reference` supports any strides, but takes about a hundred kernel launches.
     """
@@ -220,34 +220,34 @@ def with_kernel_layout(args: NormArgs) -> NormArgs:
     return args._replace(x=x.contiguous())
 
 
-# Function.apply without the questions that are for torch.func, which `functional` has asked.
+# Function.apply without its checks for torch.func, which `functional` has done.
 apply = super(torch.autograd.Function, SyncBatchNormFunction).apply
 
 
 def raise_for_nan_gradient(g: Gradient, communicator: Communicator) -> None:
-    """Say on which ranks the gradient of the output has NaN. Collective, as the backward pass."""
+    """Raise, and name the ranks, if the gradient of the output has NaN on any. Collective."""
     if g.needs_dx:
         dy = reference.masked(g.dy, g.input.mask)
         raise_for_nan_gradients(communicator, bool(dy.isnan().any()))
 
 
 def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> list[Tensor | None]:
-    """Gradients of x, weight, bias and residual, as differentiable functions.
+    """Return the gradients of x, weight, bias and residual with a graph of their own.
 
-    Runs the forward pass again from differentiable operations, its collective included, and lets
-    autograd differentiate the result.
+    Repeats the forward pass, including its allreduce, as differentiable operations, and calls
+    torch.autograd.grad on the result.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         args = g.input
-        if args.relu and g.y is None:  # the output, bit for bit, and so its signs
+        if args.relu and g.y is None:  # recompute the output exactly, as its signs matter
             with torch.no_grad():
                 g = g._replace(y=kernels.select(args.x).normalize(args, unpack(g.batch)))
         dy = reference.residual_gradient(g)
         if not any(needed[:3]):
             return [None, None, None, dy]
-        # Views, which are new tensors: if `x` depends on a parameter (a layer used twice), autograd
-        # would otherwise differentiate through `x` too, which the outer graph does.
+        # Views are new tensors. Otherwise, if `x` depends on a parameter (a layer used twice),
+        # autograd would also differentiate through `x`, which the outer graph does.
         views: Any = [None if t is None else t.view_as(t) for t in (args.x, args.weight, args.bias)]
         x, weight, bias = views
         viewed = args._replace(x=x, weight=weight, bias=bias, relu=False)
@@ -258,7 +258,7 @@ def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> 
 
 
 def uncompiled(function: Any) -> Any:
-    """The function, which torch.compile does not compile."""
+    """Return `function`, excluded from torch.compile."""
     if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
         return torch.compiler.disable(function)
     return function
@@ -267,13 +267,12 @@ def uncompiled(function: Any) -> Any:
 def differentiable_forward(
     args: NormArgs, communicator: Communicator, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
-    """The input normalized, and the statistics of its batch, without a gradient. Collective."""
-    # A recomputed pass advances its tape, but computes the statistics again: the recorded ones have
-    # no graph.
-    replays = recompute.replayed(channels(args.x.shape, args.axis)) is not None
+    """Return the normalized input and the statistics, detached. Collective."""
+    # A recomputation consumes the recorded statistics, which have no graph, and computes new ones.
+    is_recomputing = recompute.replayed(channels(args.x.shape, args.axis)) is not None
     y, batch = normalize(args, communicator, weighting, phase="forward")
     batch = BatchStatistics(*[part.detach() for part in batch])
-    if not replays:
+    if not is_recomputing:
         recompute.record(batch, args, Plan(args, communicator, weighting=weighting))
         update_running(args.running, batch, masks.weigh(args, "element")[1])
     return y, batch
@@ -282,29 +281,29 @@ def differentiable_forward(
 def normalize(
     args: NormArgs, communicator: Communicator, weighting: Weighting, *, phase: str
 ) -> tuple[Tensor, BatchStatistics]:
-    """The input normalized, and the statistics, both differentiable.
+    """Return the normalized input and the statistics, both differentiable.
 
-    Collective, and so is each derivative.
+    Collective, as is each derivative.
     """
-    sharing: Any = _Differentiable(communicator, phase, args.x.dtype)
+    differentiable: Any = _Differentiable(communicator, phase, args.x.dtype)
     with without_autocast(args.x):
-        apart = args._replace(running=None)
-        plan = Plan(apart, sharing, weighting=weighting, verbs=reference)
-        y, batch = plan.forward(apart, recorded=False)
+        args = args._replace(running=None)
+        plan = Plan(args, differentiable, weighting=weighting, verbs=reference)
+        y, batch = plan.forward(args, recorded=False)
     return y, unpack(batch)
 
 
 class _Differentiable:
-    """A layer's communicator in one phase, whose allreduce torch can differentiate."""
+    """A layer's communicator in one phase, with a differentiable allreduce."""
 
     def __init__(self, communicator: Communicator, phase: str, dtype: Any) -> None:
         self.communicator, self.phase, self.dtype = communicator, phase, dtype
         self.layer = layer_of(communicator)
         self.rank, self.size = communicator.rank, communicator.size
-        self.repeats = phase == "second order"  # the forward pass, whose outcome has been noted
+        self.repeats = phase == "second order"  # the forward pass has already been checked
 
     def allreduce(self, x: Tensor, /) -> Tensor:
-        if self.size == 1:  # torch differentiates all that one process does, and transforms it, too
+        if self.size == 1:  # no communication: torch can differentiate and transform all of it
             return x
         return _AllReduce.apply(_raise_if_transformed(x, self.size), self, self.phase)
 
@@ -325,7 +324,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _raise_if_transformed(x: Tensor, num_ranks: int) -> Tensor:
-    """Return `x`; raise if a torch.func transform has wrapped it, or if it has a tangent."""
+    """Return `x`; raise NotImplementedError if torch.func or forward mode transforms this call."""
     if is_transformed() or get_dispatch_mode(MAKE_FX) or is_legacy_batchedtensor(x):
         raise NotImplementedError(
             "torch.func, make_fx, forward mode, `vectorize=True` in torch.autograd.functional and "

@@ -1,4 +1,4 @@
-"""SyncNormBase, the base class of the synchronized layers: ranks, options, name and buffers."""
+"""SyncNormBase, the base class of the synchronized layers, and the options of layers."""
 
 import inspect
 import weakref
@@ -34,13 +34,13 @@ from multibn.torch_backend.layer.autograd import running_stats_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: This process alone, known to compiled code; the group of ghost norms that were given none.
+#: This process alone. Compiled code can refer to it; ghost norms use it by default.
 LOCAL = SingleProcess()
 compiled.register(LOCAL)
 
 
 def check_module(name: str, module: object, advice: str = "Pass the model.") -> None:
-    """Raise TypeError unless `module` is a module; `name` is the argument's."""
+    """Raise TypeError, which names the argument `name`, unless `module` is an nn.Module."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"`{name}` must be a torch.nn.Module: got {type(module).__qualname__}. {advice}"
@@ -48,7 +48,7 @@ def check_module(name: str, module: object, advice: str = "Pass the model.") -> 
 
 
 def communicator_of(obj: CommunicatorLike) -> Communicator:
-    """Return `as_communicator(obj)`, for a layer, which returns `obj` as its `process_group`."""
+    """Return `as_communicator(obj)`, marked so that `SyncNormBase.process_group` returns `obj`."""
     communicator: Any = as_communicator(obj)
     if communicator is not obj and hasattr(communicator, "native"):
         communicator.is_of_native = True
@@ -56,14 +56,14 @@ def communicator_of(obj: CommunicatorLike) -> Communicator:
 
 
 def running_tensors(norm: nn.Module) -> list[Tensor]:
-    """Return the running statistics and the counter of a norm, which need not be its buffers."""
+    """Return a norm's running statistics and its counter, even if they are not buffers."""
     names = "running_mean", "running_var", "num_batches_tracked"
     return [t for name in names if isinstance(t := getattr(norm, name, None), Tensor)]
 
 
 @contextmanager
 def replaced(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Put a value under a name into each dict, and the former one back in the end."""
+    """Set `values[name] = value` for each (values, name, value); restore the old values at exit."""
     before = [(values, name, values[name]) for values, name, _ in places]
     try:
         for values, name, value in places:
@@ -75,9 +75,9 @@ def replaced(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks of its own.
+    """Return whether hooks are registered on `module`.
 
-    Hooks of all modules do not count: `checkpoint_contexts` has one in the recomputation only.
+    Global hooks are left out: `checkpoint_contexts` registers one for the recomputation only.
     """
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
@@ -85,7 +85,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(NormOptions):
-    """Options of a torch layer; a subclass of the layer may have one with more fields."""
+    """Options of a torch layer; a subclass of the layer may extend this class."""
 
     momentum: float | None = 0.1
     affine: bool = True
@@ -106,7 +106,7 @@ class LayerOptions(NormOptions):
 
 
 class SharingOptions(TypedDict, total=False):
-    """Options that constructors and conversions of batch norms have alike, see `LayerOptions`."""
+    """Options that constructors and converters have in common, see `LayerOptions`."""
 
     weighting: Weighting
     running_var: RunningVar
@@ -114,7 +114,7 @@ class SharingOptions(TypedDict, total=False):
 
 
 def sharing_options(given: Any, options: type[NormOptions] = LayerOptions) -> Any:
-    """Return `given`, and the defaults of the other `SharingOptions` that `options` has."""
+    """Return `given`, completed by the defaults of the other `SharingOptions` in `options`."""
     names = [name for name in SharingOptions.__annotations__ if hasattr(options, name)]
     for name in given.keys() - names:
         raise TypeError(
@@ -124,7 +124,7 @@ def sharing_options(given: Any, options: type[NormOptions] = LayerOptions) -> An
 
 
 def takes_sharing_options(function: _Function) -> _Function:
-    """Have the signature of `function` list the names in its `**options`, for `help`."""
+    """Replace `**options` by the names of the options in the signature that `help` shows."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[:-1]
     for name, kind in SharingOptions.__annotations__.items():
@@ -136,24 +136,24 @@ def takes_sharing_options(function: _Function) -> _Function:
 
 
 class SyncNormBase(nn.Module):
-    """Base class of the layers that share statistics: the ranks, and the options."""
+    """Base class of the layers that share statistics: their ranks and options."""
 
     Options: ClassVar[type[NormOptions]] = LayerOptions
 
     weighting: Weighting = "element"
     running_var_convention: RunningVar = "unbiased_global"
-    compared: Compared  # the first messages of the layer and of its copies
-    # The layer's communicator, with the layer's name in its model.
+    compared: Compared  # handshakes, which copies of the layer share
+    # The communicator of this layer alone, whose errors name the layer.
     layer_communicator: LayerCommunicator
-    # That of the step of `step_statistics` that is under way.
+    # The accumulator of the current `step_statistics` context, if any.
     step_accumulator: StepAccumulator | None = None
     nonfinite: Nonfinite = None
-    fuse_relu = False  # the value in layers that were converted
+    fuse_relu = False  # for converted layers, which do not set the attribute
 
     def configure(self, process_group: CommunicatorLike, **options: Unpack[SharingOptions]) -> None:
-        """Set the ranks and options of `Options`, see `SyncBatchNorm`. Not collective."""
+        """Set the process group and the options, see `SyncBatchNorm`. Not collective."""
         self.compared = {}
-        # An attribute that came and went would make compiled code recompile.
+        # Always an attribute of the instance: adding one later would make compiled code recompile.
         self.step_accumulator = None
         self.process_group = process_group
         for name, value in sharing_options(options, self.Options).items():
@@ -162,12 +162,12 @@ class SyncNormBase(nn.Module):
 
     @property
     def norm_options(self) -> Any:
-        """The options at this moment, which must be equal on all ranks when a layer first runs."""
+        """The current options. They must be equal on all ranks when the layer first runs."""
         return self.Options.of(self, getattr(self, "split_bn", self))
 
     @property
     def process_group(self) -> Any:
-        """The group that was passed; of a DeviceMesh its ProcessGroup, of "machine" a `Group`."""
+        """The group that was passed; its ProcessGroup for a DeviceMesh, a `Group` for "machine"."""
         communicator: Any = self.layer_communicator.communicator
         is_of_native = getattr(communicator, "is_of_native", False)
         return communicator.native if is_of_native else communicator
@@ -175,18 +175,18 @@ class SyncNormBase(nn.Module):
     @process_group.setter
     def process_group(self, obj: Any) -> None:
         # A weak reference: the communicator must not keep its layer alive.
-        layer = weakref.ref(self)
+        get_layer = weakref.ref(self)
 
-        def ask(function: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
-            return lambda *args: otherwise if (v := layer()) is None else function(v, *args)
+        def if_alive(function: Callable[..., Any], default: Any) -> Callable[..., Any]:
+            return lambda *args: default if (v := get_layer()) is None else function(v, *args)
 
         self.layer_communicator = LayerCommunicator(
             communicator_of(obj),
-            ask(_name, "a layer"),
-            options=ask(lambda own: vars(own.norm_options), {}),
-            detail=ask(lambda own, channels: own.detail(channels), ""),
+            if_alive(_name, "a layer"),
+            options=if_alive(lambda layer: vars(layer.norm_options), {}),
+            detail=if_alive(lambda layer, channels: layer.detail(channels), ""),
             compared=self.compared,
-            check_options=ask(lambda own: own.norm_options.check(), None),
+            check_options=if_alive(lambda layer: layer.norm_options.check(), None),
         )
         compiled.register(self.layer_communicator)
 
@@ -199,7 +199,7 @@ class SyncNormBase(nn.Module):
     ) -> NormArgs:
         """Build NormArgs for this call; in training, include the running statistics to update.
 
-        Those and `eps` are attributes of `part`, if the layer has one.
+        If `part` is passed, its running statistics and its `eps` are used.
         """
         bn: Any = self if part is None else part
         running = running_stats_of(bn, self.running_var_convention) if bn.training else None
@@ -221,7 +221,7 @@ class SyncNormBase(nn.Module):
         )
 
     def detail(self, channels: int) -> str:
-        """Describe a message of so many channels further; ranks compare the descriptions."""
+        """Return a description of a pass over `channels`, which ranks compare and errors show."""
         return ""
 
     def local_communicator(self, x: Any) -> Communicator:
@@ -233,45 +233,44 @@ class SyncNormBase(nn.Module):
         return self.layer_communicator.for_group(LOCAL)
 
     def extra_repr(self) -> str:
-        said, group = super().extra_repr(), self.layer_communicator.communicator
+        text, group = super().extra_repr(), self.layer_communicator.communicator
         if not isinstance(group, DefaultCommunicator):
-            said += f", process_group={group}"
-        return said + self.norm_options.repr_of_changes(said)
+            text += f", process_group={group}"
+        return text + self.norm_options.repr_of_changes(text)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        options = type(self).Options  # a layer that is reverted has none afterwards
+        options = type(self).Options  # before `revert_sync_batchnorm` sets `__class__`
         super().__setattr__(name, value)
-        if torch.compiler.is_compiling():  # options are not set there
+        if torch.compiler.is_compiling():  # compiled code sets no options
             return
         if name in options.attribute_names() and "layer_communicator" in vars(self):
             self.layer_communicator.look_at_options()
 
     def __getstate__(self) -> dict[str, Any]:
-        own: Any = getattr(super(), "__getstate__", dict)()  # Python 3.10 has none of object's
+        state: Any = getattr(super(), "__getstate__", dict)()  # new in Python 3.11: object's
         group = self.layer_communicator.communicator
-        return {**(own or self.__dict__), "layer_communicator": None if group is LOCAL else group}
+        return {**(state or self.__dict__), "layer_communicator": None if group is LOCAL else group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        group = self.__dict__.pop("layer_communicator")  # a copy has its own name
+        group = self.__dict__.pop("layer_communicator")  # a copy gets one of its own
         self.process_group = LOCAL if group is None else group
 
 
 def _name(layer: nn.Module) -> str:
-    """The layer's name in the state dict of the model whose forward pass is running."""
+    """Return the layer's path in the model whose forward pass is running, or its class name."""
     find_parts = partial(nn.Module.named_modules, remove_duplicate=False)
     path = find_module_path(layer, nn.Module, find_parts)
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
-    steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
-    return ".".join(steps) or type(layer).__qualname__
+    names = [name for name in path.split(".") if name not in ("module", "_orig_mod")]
+    return ".".join(names) or type(layer).__qualname__
 
 
 def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> bool:
     """Return whether a pass over `x` updates the buffers `running`.
 
-    Not in step_statistics(), nor in a recomputation.
-
-    Always True in compiled code, which cannot detect a recomputation.
+    It does not in `step_statistics` or in a recomputation. Compiled code cannot detect a
+    recomputation: there, the result is True if `running` has buffers.
     """
     return isinstance(running, Running) and (
         compiled.is_compiling_or_fake(x) or not recompute.in_recomputing()

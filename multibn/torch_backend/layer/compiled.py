@@ -1,8 +1,8 @@
-"""Layers under torch.compile: operators for sums and messages, the compiler for elements.
+"""Layers under torch.compile: operators for reductions, compiled code for elementwise operations.
 
-The operators run the eager kernels. The compiler fuses `(x - centre) * scale + shift`, and its
-counterpart for the gradient, with the operations around the layer. Meta and fake tensors take the
-same path. In the call tree, C is the number of channels::
+The operators run the eager kernels. The compiler fuses `(x - centre) * scale + shift`, and the
+corresponding formula of the gradient, with the operations around the layer. Meta and fake tensors
+take the same path. In the call tree, C is the number of channels::
 
     functional.normalize_with_batch_stats         traced by Dynamo
       multibn::forward         traced by AOTAutograd, which sees the operations inside
@@ -10,9 +10,9 @@ same path. In the call tree, C is the number of channels::
           _Traced.forward      multibn::forward_sums: 3C coefficients, 2C+2 statistics (float64)
           _Traced.backward     multibn::backward_sums: 4C coefficients, gradients of parameters
 
-An operator finds its layer and its plan by a text, which also stands in a graph that torch loads
-from its cache on disk. The compiler guards all that the text says. What no graph can guard
-is asked when an operator runs: the rows of tests/torch_backend/test_compiled_guard.py.
+An operator finds its layer and its plan by its argument `text`, which is part of the graph, and of
+graphs in torch's cache on disk. The compiler has guards for all values in the text. Conditions
+without guards are checked when an operator runs, see tests/torch_backend/test_compiled_guard.py.
 """
 
 import zlib
@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
-import array_api_compat.torch  # noqa: F401  (traced code finds it, and must not load it)
+import array_api_compat.torch  # noqa: F401  (traced code uses it and cannot import it)
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -45,14 +45,14 @@ from multibn.kernels.spec import OPTIONS, PackedStatistics, options_of, unpack
 from multibn.torch_backend._torch_private import FakeTensor, call_context, captures_cuda_graphs
 from multibn.torch_backend.layer import autograd, validation
 
-# Weak: a communicator ends with its layer.
+# Communicators of layers by operator name. Weak, so that a communicator ends with its layer.
 _layers: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
-_numbers = count()
+_ids = count()
 
 
 @cache
-def _code() -> str:
-    """Return what tells this code from others', whose graphs on disk must not be found."""
+def _code_version() -> str:
+    """Return a hash of this code, so that torch's cache finds no graphs of other versions."""
     sources = __file__, *(str(module.__file__) for module in (autograd, reference, steps))
     with suppress(OSError):
         return f"{zlib.crc32(b''.join(Path(source).read_bytes() for source in sources)):x}"
@@ -60,35 +60,36 @@ def _code() -> str:
 
 
 def register(communicator: Any, /) -> None:
-    """Give a communicator the name by which operators find the communicator."""
-    communicator.operator_name = f"{_code()}.{next(_numbers)}"
+    """Set `communicator.operator_name`, by which operators find the communicator."""
+    communicator.operator_name = f"{_code_version()}.{next(_ids)}"
     _layers[communicator.operator_name] = communicator
 
 
 def is_compiling_or_fake(x: Any, /) -> bool:
-    """Return whether operators must handle `x`: in compiled code, or for meta or fake tensors."""
+    """Return whether custom operators must handle `x`: compiled code, meta and fake tensors."""
     is_fake = isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
     return is_fake or torch.compiler.is_compiling()
 
 
 _LIBRARY = torch.library.Library("multibn", "DEF")
-# The options of `NormArgs` in a schema.
-_KINDS: Any = {float: "float", bool: "bool", tuple[int, ...]: "int[]"}
-_OPTIONS = ", ".join(f"{_KINDS[NormArgs.__annotations__[name]]} {name}" for name in OPTIONS)
+# The options of `NormArgs` in an operator's schema.
+_SCHEMA_TYPES: Any = {float: "float", bool: "bool", tuple[int, ...]: "int[]"}
+_OPTIONS = ", ".join(f"{_SCHEMA_TYPES[NormArgs.__annotations__[name]]} {name}" for name in OPTIONS)
 
 
 def operator(
     schema: str, fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function the operator of this schema in the namespace `multibn`.
+    """Register the decorated function as an operator in the namespace `multibn`.
 
-    The compiler looks inside unless `fake` says what the operator returns, in shape and dtype. Such
-    operators communicate: none is removed or repeated, and no CUDA graph holds one.
+    The compiler traces into an operator without `fake`, the function that returns outputs of the
+    right shapes and dtypes. With `fake`, an operator may communicate: the compiler neither removes
+    nor repeats the operator, and no CUDA graph contains it.
     """
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        # Else inductor would copy an activation into the strides that it was traced with.
+        # Without flexible_layout, inductor would copy inputs into the strides of the trace.
         tags = torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout
         _LIBRARY.define(schema, tags=() if fake is None else tags)
         kind = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
@@ -102,10 +103,10 @@ def operator(
 
 
 def _call(function: Callable[..., Any], *arguments: Any, runs_again: bool = True) -> Any:
-    """Call an operator that communicates; its last argument is a result of the one traced before.
+    """Call a communicating operator, with a result of the previous one as its last argument.
 
-    So all ranks send their messages in one order, whatever their graphs. Unless it `runs_again`,
-    an operator stays out of the backward pass, in a checkpoint, too.
+    This dependency keeps the collectives in the order of the trace in every rank's graph. With
+    `runs_again=False`, the backward graph never recomputes the operator, even in a checkpoint.
     """
     mode: Any = get_proxy_mode()
     if mode is None:
@@ -121,19 +122,19 @@ def _call(function: Callable[..., Any], *arguments: Any, runs_again: bool = True
 
 
 class _Step:
-    """The layer's step that an operator's text describes, and the plan that was found last."""
+    """The parsed `text` of an operator, and the plan that it used last."""
 
     def __init__(self, text: str) -> None:
         (
             self.layer, self.num_channels, self.weighting, self.convention, self.axis, self.options,
             self.needs_gradient, self.copied, self.error, _, sizes,
         ) = literal_eval(text)  # fmt: skip
-        self._text, self._has_sizes = text, bool(sizes)  # else these may change from call to call
+        self._text, self._has_sizes = text, bool(sizes)  # without sizes, shapes are dynamic
         self._plan: Any = type(None)
         self._context: object = None
 
     def plan(self, args: NormArgs, *, backward: bool = False) -> Plan:
-        """Return the plan of the layer for `args`, which the forward pass checks first."""
+        """Return the layer's plan for `args`; in the forward pass, validate `args` first."""
         plan: Plan | None = self._plan()
         context = self._context if backward else call_context()
         if plan is not None and context == self._context:
@@ -143,7 +144,7 @@ class _Step:
         plan = getattr(communicator, "plans", {}).get(key)
         if plan is None:
             with torch.no_grad():
-                if self.error is not None:  # which was seen while the graph was traced
+                if self.error is not None:  # found when the graph was traced
                     error = (TypeError, ValueError)[self.error[0]](self.error[1])
                     validation.raise_on_all_ranks(error, x, self.num_channels, communicator)
                 if not backward:
@@ -160,21 +161,21 @@ class _Step:
 
 
 _step: Any = lru_cache(maxsize=4096)(_Step)
-_new: Any = tuple.__new__  # makes a named tuple without a call of Python
+_new: Any = tuple.__new__  # makes a named tuple without a Python frame
 
 
 def _coefficient_kernels(x: Tensor) -> Any:
-    """The kernels for `x`, which return coefficients where others write outputs."""
+    """Return the kernels for `x`, set to return coefficients instead of writing outputs."""
     kernels = select(x)
     names = "PreparedStep", "finish_forward", "normalize", "finish_backward"
     verbs = {name: getattr(kernels, name) for name in names if hasattr(kernels, name)}
-    found: Any = {name: partial(verb, coefficients=True) for name, verb in verbs.items()}
-    found |= {"begin_forward": kernels.begin_forward, "begin_backward": kernels.begin_backward}
-    return SimpleNamespace(**found)
+    namespace: Any = {name: partial(verb, coefficients=True) for name, verb in verbs.items()}
+    namespace |= {"begin_forward": kernels.begin_forward, "begin_backward": kernels.begin_backward}
+    return SimpleNamespace(**namespace)
 
 
 def _coefficients_like(x: Tensor, text: str, count: int) -> Tensor:
-    # The operator will refuse integers, and other numbers of channels.
+    # The operator itself will reject integers and wrong numbers of channels.
     dtype = reference.arithmetic_dtype(torch, x.dtype) if x.is_floating_point() else torch.float64
     step = _step(text)
     shape = (*x.shape[:1], step.num_channels, *x.shape[2:])
@@ -194,7 +195,7 @@ def _forward_sums_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     _forward_sums_like,
 )
 def _forward_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the coefficients of the output, and the statistics in one tensor. Collective."""
+    """Return the coefficients of the output, and the packed statistics. Collective."""
     x, weight, bias, mask, mean, var, momentum, num_batches, text, _ = arguments
     step, running = _step(text), None
     if mean is not None:
@@ -206,7 +207,7 @@ def _forward_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
     if type(batch) is PackedStatistics:
         return coefficients, batch.numbers
     numbers = torch.cat([v.reshape(-1) for v in batch])
-    if recompute.in_recomputing():  # with a count of 0, nothing moves
+    if recompute.in_recomputing():  # a count of 0, so that no running statistics are updated
         numbers[-2] = 0.0
     return coefficients, numbers
 
@@ -214,8 +215,8 @@ def _forward_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward_sums_like(dy: Tensor, x: Tensor, weight: Any, bias: Any, *others: Any) -> Any:
     gradients = [x.new_empty(0) if p is None else torch.empty_like(p) for p in (weight, bias)]
     needs_dx, text = others[-3:-1]
-    found = _coefficients_like(x, text, 4) if needs_dx else x.new_empty(0)
-    return *gradients, found
+    coefficients = _coefficients_like(x, text, 4) if needs_dx else x.new_empty(0)
+    return *gradients, coefficients
 
 
 @operator(
@@ -225,7 +226,7 @@ def _backward_sums_like(dy: Tensor, x: Tensor, weight: Any, bias: Any, *others: 
     _backward_sums_like,
 )
 def _backward_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of weight and bias, and the coefficients of that of `x`. Collective."""
+    """Return dweight, dbias and the coefficients of dx. Collective."""
     dy, x, weight, bias, mask, y, numbers, needs_dx, text, _ = arguments
     step = _step(text)
     args = _new(NormArgs, (x, weight, bias, *step.options, mask, None, None))
@@ -250,11 +251,11 @@ def _checked_mask(*arguments: Any) -> Tensor:
     """Return the engine's mask. Collective if it raises."""
     x, mask, lengths, num_channels, layer, _ = arguments
     checked: Any = validation.mask_of(x, mask, lengths, num_channels, _layers[layer])
-    # New memory, as an operator's output must be, with the strides that the compiler is told.
+    # An operator's output must be new memory, with the strides of its fake.
     return checked.clone(memory_format=torch.contiguous_format)
 
 
-# Dynamo writes down the calls of these; AOTAutograd sees the operations inside.
+# `mask` and `forward` are nodes in Dynamo's graph; AOTAutograd traces into them.
 @operator("mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, str layer) -> Tensor")
 def _mask(*arguments: Any) -> Tensor:
     checked: Tensor = _call(torch.ops.multibn.checked_mask, *arguments, runs_again=False)
@@ -268,27 +269,27 @@ def _mask(*arguments: Any) -> Tensor:
     " -> Tensor[]"
 )
 def _forward(*arguments: Any) -> list[Tensor]:
-    """Return the output, and the numbers of `BatchStatistics`. Collective."""
-    x, weight, bias, mask, residual, *moved = arguments[:10]
+    """Return the output and the fields of `BatchStatistics`. Collective."""
+    x, weight, bias, mask, residual, *updated = arguments[:10]
     num_channels, layer, weighting, *options = arguments[10:]
-    running = None if moved[0] is None else Running(*moved)
+    running = None if updated[0] is None else Running(*updated)
     options = [tuple(v) if isinstance(v, list) else v for v in options]
-    others: Any = {"mask": mask, "residual": residual, "running": running}
-    args = NormArgs(x, weight, bias, *options, **others)
-    needed = torch.is_grad_enabled() and x.requires_grad
-    tensors = [v for v in (x, weight, bias, mask, *moved[:2]) if v is not None]
+    tensor_fields: Any = {"mask": mask, "residual": residual, "running": running}
+    args = NormArgs(x, weight, bias, *options, **tensor_fields)
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    tensors = [v for v in (x, weight, bias, mask, *updated[:2]) if v is not None]
     kinds = [(str(v.dtype), str(v.device)) for v in tensors]
     sizes = [n for v in tensors for n in v.shape]
-    # On a GPU a plan depends on strides, too, which inductor may choose.
+    # On a GPU, a plan also depends on strides, which inductor may choose.
     is_fixed = x.is_cpu and all(type(n) is int for n in sizes)
     error = None
     try:
         validation.check_input(x, num_channels)
         validation.check_options(args)
-    except (TypeError, ValueError) as caught:  # which all ranks are to learn when the code runs
+    except (TypeError, ValueError) as caught:  # raised on all ranks when the operator runs
         error = isinstance(caught, ValueError), str(caught)
     text = repr((
-        layer, int(num_channels), weighting, moved[3], args.axis, options_of(args), needed,
+        layer, int(num_channels), weighting, updated[3], args.axis, options_of(args), needs_grad,
         captures_cuda_graphs(), error, kinds, sizes if is_fixed else (),
     ))  # fmt: skip
     plan = _Traced(text, options_of(args), weighting, _layers[layer])
@@ -301,7 +302,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
 
 
 class _Traced(NamedTuple):
-    """A plan for the autograd node: operators, and operations that are compiled."""
+    """The plan of the autograd node in compiled code: operators, and operations to compile."""
 
     text: str
     options: tuple[Any, ...]
@@ -309,11 +310,11 @@ class _Traced(NamedTuple):
     communicator: Communicator
 
     def forward_sums(self, args: NormArgs) -> tuple[Tensor, PackedStatistics]:
-        """Return the coefficients and the statistics."""
+        """Return the coefficients of the output and the statistics."""
         mean, var, momentum, _, num_batches = args.running or (None,) * 5
-        of_input = args.x, args.weight, args.bias, args.mask, mean, var, momentum
-        of_step = torch.ops.multibn.forward_sums, *of_input, num_batches, self.text
-        coefficients, numbers = _call(*of_step, runs_again=False)
+        arguments = args.x, args.weight, args.bias, args.mask, mean, var, momentum, num_batches
+        function = torch.ops.multibn.forward_sums
+        coefficients, numbers = _call(function, *arguments, self.text, runs_again=False)
         return coefficients, PackedStatistics(numbers, tuple(coefficients.shape[1:]))
 
     def forward(self, args: NormArgs) -> tuple[Tensor, PackedStatistics]:
@@ -323,34 +324,34 @@ class _Traced(NamedTuple):
     def backward(self, g: Gradient) -> tuple[Tensor | None, ...]:
         args, bias = g.input, g.input.bias
         if bias is not None and args.weight is not None and bias.dtype == args.weight.dtype:
-            bias = args.weight  # for dtype and shape: `bias` need not be kept for this pass
+            bias = args.weight  # only dtype and shape matter, so `bias` need not be saved
         _recompute_relu_masks()
-        of_input = g.dy, args.x, args.weight, bias, args.mask, g.y
-        of_step = g.batch.numbers, g.needs_dx, self.text
-        dweight, dbias, found = _call(torch.ops.multibn.backward_sums, *of_input, *of_step)
+        tensors = g.dy, args.x, args.weight, bias, args.mask, g.y, g.batch.numbers
+        function = torch.ops.multibn.backward_sums
+        dweight, dbias, coefficients = _call(function, *tensors, g.needs_dx, self.text)
         dx = None
         if g.needs_dx:
             dy = g.dy if g.y is None else reference.rectified(g.dy, g.y)
-            of_sum = g._replace(dy=dy, input=args._replace(relu=False))
-            dx = reference.finish_gradient(of_sum, found.unbind())
+            g = g._replace(dy=dy, input=args._replace(relu=False))
+            dx = reference.finish_gradient(g, coefficients.unbind())
         return dx, None, None if args.weight is None else dweight, None if bias is None else dbias
 
 
 def _recompute_relu_masks() -> None:
-    """Let the backward graph compare for ReLUs since the message before, on a CPU.
+    """Mark bool tensors since the last collective for recomputation in the backward graph, on CPU.
 
-    The compiler would keep Booleans, which inductor's code for a CPU writes and reads one by one.
+    The compiler would save the masks of ReLUs, and inductor's CPU code accesses bools one by one.
     """
     mode: Any = get_proxy_mode()
     for node in reversed(() if mode is None else mode.tracer.graph.nodes):
-        if "multibn" in str(node.args[:1]) + str(node.target):  # the message
+        if "multibn" in str(node.args[:1]) + str(node.target):  # the last collective
             return
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.dtype is torch.bool and value.is_cpu:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@operator(  # at the end of a step of several passes, see `step_statistics`
+@operator(  # called at the end of `step_statistics`
     "update_running(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, "
     "str convention, Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, "
     "Tensor local_count) -> ()"

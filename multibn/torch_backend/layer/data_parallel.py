@@ -1,9 +1,9 @@
-"""Shared running statistics leave the buffers that DistributedDataParallel broadcasts.
+"""Exclude shared running statistics from the buffers that DistributedDataParallel broadcasts.
 
 DistributedDataParallel (DDP) broadcasts rank 0's buffers before each training forward pass.
-Statistics that are equal on all ranks need no broadcast; without it, one rank may run validation
-alone through the live DDP model, and a lost or late rank is first missed in a layer, whose error
-names it.
+Statistics that are equal on all ranks need no broadcast. Without the broadcast, one rank can run
+validation alone through the DDP model. If a rank is lost or late, the first collective to wait is
+a layer's, whose error names this rank.
 """
 
 from typing import Any
@@ -15,21 +15,21 @@ from multibn.communicators import as_communicator
 from multibn.communicators.communicator import identity
 from multibn.torch_backend._torch_private import ASSIGN_BUFFERS, active_ddp
 
-# Parts of DDP that its documentation does not name. If one is missing, DDP is not patched.
+# Undocumented attributes of DDP. If one is missing, DDP is not patched.
 _PRIVATE_DDP_ATTRIBUTES = ASSIGN_BUFFERS, "parameters_to_ignore"
 
 _patched: WeakSet[nn.Module] = WeakSet()
 
 
 def patch_active() -> None:
-    """`patch_ddp` the DDP whose forward pass is running, if any."""
+    """Call `patch_ddp` on the DDP model whose forward pass is running, if any."""
     ddp = active_ddp()
     if ddp is not None and ddp not in _patched:
         patch_ddp(ddp)
 
 
 def patch_ddp(ddp: Any, /) -> None:
-    """Take the running statistics that all ranks of `ddp` share out of its broadcast.
+    """Exclude running statistics that all ranks of `ddp` share from its broadcast.
 
     Not collective; every rank must call it before the same forward pass.
     """
@@ -38,13 +38,13 @@ def patch_ddp(ddp: Any, /) -> None:
         return
     group = as_communicator(ddp.process_group)
     # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
-    equal = {
+    shared = {
         id(buffer)
         for layer in ddp.module.modules()
         if getattr(layer, "running_var_convention", "unbiased_local") != "unbiased_local"
         and identity(layer.layer_communicator.communicator) == identity(group)
         for buffer in layer.buffers()
     }
-    names = [name for name, buffer in ddp.module.named_buffers() if id(buffer) in equal]
+    names = [name for name, buffer in ddp.module.named_buffers() if id(buffer) in shared]
     ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *names}
     ddp._assign_modules_buffers()

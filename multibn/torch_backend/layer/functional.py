@@ -47,8 +47,8 @@ def sync_batch_norm(
     ----------
     x
         Shape `(N, C, *spatial)`, floating-point, any memory format. N and the spatial sizes may
-        differ between ranks and may be 0. The placements of a DTensor say which ranks share, see
-        docs/guides/dtensors.md.
+        differ between ranks and may be 0. The placements of a DTensor determine which ranks share,
+        see docs/guides/dtensors.md.
     weight, bias
         Shape `(C,)`, or None for 1 and 0. The gradients are sums over this rank's batch, as in
         torch.nn.SyncBatchNorm: DistributedDataParallel averages them as usual.
@@ -75,24 +75,24 @@ def sync_batch_norm(
     TypeError, ValueError
         If `x` is not floating-point, or a DTensor with an unsupported placement, the shapes do not
         fit, `mask` or `lengths` is not as above, `eps` is not a positive number, `momentum` is not
-        from 0 to 1, or `process_group` is no communicator. ValueError if all ranks hold one value
-        per channel together, or if a mask leaves none.
+        from 0 to 1, or `process_group` is no communicator. ValueError if all ranks together hold
+        one value per channel, or if masks exclude every element.
     RuntimeError
-        On the other ranks, if one rank's input was refused. On all ranks, if they are in different
-        layers, or in different phases of one layer, or if only some of them need gradients.
+        On the other ranks, if one rank's input was rejected. On all ranks, if they are in different
+        layers or in different passes of one layer, or if only some of them need gradients.
     FloatingPointError
         On all ranks, if the moments of one rank are not finite (on a GPU a step later), unless
-        such a batch is skipped, see `nonfinite`.
+        `nonfinite` skips the batch.
 
     Notes
     -----
     Second derivatives (`create_graph=True`) are exact over ranks; the backward pass then repeats
-    the forward pass's allreduce. `x` must need a gradient on all ranks or on none, which the
-    forward message compares: in the backward pass, ranks that need one wait for all others.
+    the forward pass's allreduce. `x` must need a gradient on all ranks or on none; otherwise the
+    forward pass raises, because the backward pass would hang.
 
     torch.func, forward mode, `vectorize=True` of torch.autograd.functional and
-    `is_grads_batched=True` of torch.autograd.grad work in one process; NotImplementedError if
-    several ranks share.
+    `is_grads_batched=True` of torch.autograd.grad work in one process. With several ranks, they
+    raise NotImplementedError.
 
     Examples
     --------
@@ -133,13 +133,13 @@ def sync_batch_norm(
     axis = validation.non_channel_axes(x)
     args = NormArgs(x, weight, bias, eps, axis, mask=mask, running=running)
     y, batch = normalize_with_batch_stats(args, num_channels, communicator, weighting=weighting)
-    return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
+    return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads `batch`
 
 
 def function_communicator(
     name: str, process_group: CommunicatorLike, options: dict[str, object]
 ) -> LayerCommunicator:
-    """Return the communicator of one call of a function, whose errors name the width C."""
+    """Return the communicator of one call of the function `name`; its errors show C."""
     return LayerCommunicator(
         as_communicator(process_group),
         lambda: name,
@@ -168,21 +168,21 @@ def _channels_of(tensors: dict[str, Any]) -> int | None:
 def normalize_with_batch_stats(
     args: NormArgs, num_channels: int | None, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
-    """Normalize an input by the batch's statistics, with one message each way. Collective.
+    """Normalize an input by the batch's statistics, with one allreduce each way. Collective.
 
-    Takes the layer's plan for such inputs, or validates the input, `num_channels` included, and
-    makes a plan. In compiled code, and for meta and fake tensors, by operators.
+    Uses the layer's cached plan. If there is none, validates the input, including `num_channels`,
+    and makes a plan. Compiled code, meta tensors and fake tensors use custom operators.
     """
     if compiled.is_compiling_or_fake(args.x):
-        found = _forward_compiled(args, num_channels, communicator, weighting)
-        if found is not None:
-            return found
+        result = _forward_compiled(args, num_channels, communicator, weighting)
+        if result is not None:
+            return result
     layer = communicator if isinstance(communicator, LayerCommunicator) else None
     key = None if layer is None else autograd.plan_key(args, weighting)
     plan = None if layer is None else layer.plans.get(key)
     if plan is None:
         if dtensors.contains_dtensor((args.x, args.weight, args.bias, args.residual)):
-            # Not each rank's part, so that all ranks raise.
+            # Check the whole DTensor, not each rank's shard, so that all ranks raise.
             validation.check_input(args.x, num_channels)
             function = partial(normalize_with_batch_stats, weighting=weighting)
             return dtensors.normalize_local(function, args, num_channels, communicator)
@@ -191,7 +191,7 @@ def normalize_with_batch_stats(
             differentiable: Any = autograd.uncompiled(autograd.differentiable_forward)
             return differentiable(args, communicator, weighting)
         needed = autograd.needs_gradient(args.x)
-        with torch.no_grad():  # as the pass runs, for which any kernels will do
+        with torch.no_grad():  # as in the autograd node, so that any kernels can be chosen
             plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
         if layer is not None and key is not None:
             layer.cache_plan(key, plan)
@@ -202,9 +202,9 @@ def normalize_with_batch_stats(
 def _forward_compiled(
     args: NormArgs, num_channels: int | None, communicator: Any, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics] | None:
-    """Run it by operators; None where the operators cannot, under torch.func for example.
+    """`normalize_with_batch_stats` by custom operators; None if they cannot, as under torch.func.
 
-    Compiled code cannot tell whether it runs in a recomputation. There, a batch has a count of 0.
+    Compiled code cannot detect a recomputation. The operators then return a count of 0.
     """
     compiling = torch.compiler.is_compiling()
     if compiling and getattr(torch.compiler, IS_EXPORTING):
@@ -217,7 +217,7 @@ def _forward_compiled(
     # Custom operators cannot mix DTensors and plain tensors.
     if compiling and (dtensors.contains_dtensor((args.x, args.weight, args.bias)) or not has_name):
         torch._dynamo.graph_break(
-            msg="a layer with DTensors, like sync_batch_norm, is not compiled and runs eagerly. "
+            msg="sync_batch_norm, and any layer with DTensors, is not compiled and runs eagerly. "
             "Call torch.compile without fullgraph=True."
         )
         eager = torch.compiler.disable(normalize_with_batch_stats)
@@ -228,26 +228,26 @@ def _forward_compiled(
         validation.check_input(args.x, num_channels)
         try:
             validation.check_options(args)
-        except ValueError as error:  # of a layer with data, whose other ranks may have some
+        except ValueError as error:  # a meta input and parameters with data, on this rank perhaps
             validation.raise_on_all_ranks(error, args.x, num_channels, communicator)
     x, mask, running = args.x, args.mask, args.running
     step_accumulator = running if isinstance(running, StepAccumulator) else None
-    moved = (None,) * 5 if running is None or step_accumulator is not None else running
+    updated = (None,) * 5 if running is None or step_accumulator is not None else running
     y, *numbers = torch.ops.multibn.forward(
-        *(x, args.weight, args.bias, mask, args.residual, *moved),
+        *(x, args.weight, args.bias, mask, args.residual, *updated),
         *(num_channels, communicator.operator_name, weighting, *args[3 : 3 + len(OPTIONS)]),
     )
     batch = BatchStatistics(*numbers)
     if step_accumulator is not None:
-        of_all = x.numel() // max(batch.mean.numel(), 1)
-        step_accumulator.add(batch, local_count=of_all if mask is None else mask.sum())
+        local_count = x.numel() // max(batch.mean.numel(), 1) if mask is None else mask.sum()
+        step_accumulator.add(batch, local_count=local_count)
     return y, batch
 
 
 def normalize_with_running_stats(args: NormArgs, mean: Any, var: Any, /) -> Tensor:
-    """Normalize an input with running statistics of the shape of its channels. Not collective.
+    """Normalize an input by running statistics of the channels' shape. Not collective.
 
-    Without them, by the statistics of this process's batch, as torch computes them.
+    If `mean` or `var` is None, use torch's statistics of this process's batch.
     """
     weight, bias = args.weight, args.bias
     if dtensors.contains_dtensor((args.x, weight, mean)):
@@ -259,12 +259,12 @@ def normalize_with_running_stats(args: NormArgs, mean: Any, var: Any, /) -> Tens
     if by_batch or (mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}):
         is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         if is_eager and torch.is_grad_enabled() and not by_batch:
-            mean, var = mean.clone(), var.clone()  # may move before the backward pass
+            mean, var = mean.clone(), var.clone()  # may be updated before the backward pass
         y: Tensor = F.batch_norm(x, mean, var, weight, bias, by_batch, eps=args.eps)
         y = align_gradient(y)
         y = y if args.residual is None else y + args.residual
         return reference.masked(y.relu() if args.relu else y, args.mask)
-    # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
+    # F.batch_norm rejects other combinations of dtypes, which training accepts, and would copy some
     # inputs with splits.
     validation.check_options(args)
     mean, var = steps.as_wide(mean), steps.as_wide(var)
@@ -273,11 +273,11 @@ def normalize_with_running_stats(args: NormArgs, mean: Any, var: Any, /) -> Tens
 
 
 def align_gradient(y: Tensor) -> Tensor:
-    """Return `y`, an output of torch's batch norm, whose gradient will have its strides.
+    """Return `y`, an output of torch's batch norm; its gradient will get the strides of `y`.
 
-    torch 2.13's gradients of weight and bias are wrong on CPU where the incoming gradient has
-    another memory format than the output, and an axis of size 1 with an unusual stride: one sample
-    of tokens, (1, H * W, C), viewed as (1, C, H, W).
+    On CPU, torch 2.13 computes wrong gradients of weight and bias if the incoming gradient has a
+    different memory format than the output, and an axis of size 1 has an unusual stride. An
+    example: one sample of tokens, (1, H * W, C), viewed as (1, C, H, W).
     """
     is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
     if is_eager and y.requires_grad and y.is_cpu and 1 in y.shape:
@@ -291,7 +291,7 @@ def align_gradient(y: Tensor) -> Tensor:
 
 
 class BatchNormMode(TorchFunctionMode):
-    """A context in which `batch_norm` takes the calls of torch.nn.functional.batch_norm."""
+    """A context in which calls of torch.nn.functional.batch_norm go to `self.batch_norm`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -299,5 +299,5 @@ class BatchNormMode(TorchFunctionMode):
         return (self.batch_norm if func is F.batch_norm else func)(*args, **kwargs or {})
 
     def batch_norm(self, *args: Any, **options: Any) -> Any:
-        """Override this; F.batch_norm called in here is torch's own."""
+        """Override this. Inside of an override, F.batch_norm is torch's function."""
         raise NotImplementedError

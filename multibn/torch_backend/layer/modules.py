@@ -25,9 +25,9 @@ from multibn.torch_backend.layer.step_statistics import step_statistics
 
 
 def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """A node of torch.fx that calls `layer`, as torch.fx makes one for each of torch's own layers.
+    """Add a node that calls `layer` to a torch.fx graph, as torch.fx does for torch's layers.
 
-    One of the arguments is a torch.fx.Proxy.
+    At least one argument must be a torch.fx.Proxy.
     """
     proxy = next(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy))
     tracer: Any = proxy.tracer
@@ -37,7 +37,7 @@ def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def without_none(**options: Any) -> dict[str, Any]:
-    """The options that are not None: a node of torch.fx names no other."""
+    """Return the options that are not None, as only these appear in a torch.fx graph."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -53,13 +53,13 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
 
     N ranks compute the same result as one process on the concatenated batch, on any device and
     backend, for any split of the batch, empty ranks included. The layer replaces
-    torch.nn.SyncBatchNorm and of nn.BatchNorm1d, 2d and 3d, and its state dicts are theirs. Its
-    base class is not nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
+    torch.nn.SyncBatchNorm and nn.BatchNorm1d, 2d and 3d, and has the same state dict. It does not
+    derive from nn.SyncBatchNorm, which DistributedDataParallel rejects on CPU.
 
     In training, the forward pass is collective: every rank must call it. The forward pass has one
     allreduce of 2C+4 float64 numbers, the backward pass one of 2C+2: moments or sums, and a
-    fingerprint by which the ranks see that they are in the same layer. A layer's first call has one
-    more allreduce, of a fixed size.
+    fingerprint that detects ranks in different layers. A layer's first call has one more
+    allreduce, of a fixed size.
 
     For a DTensor input, the placements determine which ranks share; see docs/guides/dtensors.md.
 
@@ -71,7 +71,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         As torch's batch norms; `momentum=None` keeps the cumulative average.
     process_group
         Anything that `multibn.as_communicator` takes. None stands for the default process group if
-        one is initialised when the layer is first used, else for this process alone.
+        one is initialized when the layer is first used, otherwise for this process alone.
     weighting
         How ranks are weighted: `"element"`, by elements per channel, exact for any split (the
         statistics of the concatenated batch); `"sample"`, by batch size, which reproduces mode "N"
@@ -84,7 +84,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         What to do if a rank's input contains NaN, infinity or values that overflow: `"raise"`
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks, so
         that a GradScaler skips the step; running statistics are not updated, and a RuntimeWarning
-        names the layer and these ranks. None: `"skip"` for float16, `"raise"` for other dtypes.
+        names the layer and the ranks with such input. None: `"skip"` for float16, `"raise"` for
+        other dtypes.
     fuse_relu
         Apply a fused ReLU; `layer(input, residual)` adds `residual`, a tensor like the input,
         before it. On a GPU both are fused into the same kernel and the pre-activation is not
@@ -102,9 +103,9 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     `layer(input, mask=mask)` leaves elements out: `mask` has dtype bool, True for the elements that
     count, and the shape `(N, *spatial)`, or one that broadcasts to it, on the device of the input.
     torch's `key_padding_mask`, True for padding, is the opposite: pass `~key_padding_mask`. For
-    samples that are
-    padded at the end, `layer(input, lengths=lengths)` takes integers of shape `(N,)` and an input
-    `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count.
+    samples that are padded at the end, `layer(input, lengths=lengths)` takes integers of shape
+    `(N,)` and an input `(N, C, L)` or `(N, C, L, ...)`. In sample n, the first `lengths[n]`
+    positions along L count.
 
     Masked-out elements do not affect statistics or gradients, even if they are NaN or infinite. The
     output is 0 there, also in evaluation, and so is the gradient. Counts, unbiased variances and
@@ -123,14 +124,14 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     tensor([0.2000, 2.0000])
     """
 
-    # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
+    # The class that `revert_sync_batchnorm` restores; None for `BatchNorm`.
     converted_from: type[_BatchNorm] | None = None
-    # The ranks before a conversion, if the layer shared with some: see `convert_sync_batchnorm`.
+    # The process group of the nn.SyncBatchNorm that was converted, if any.
     original_process_group: Communicator | None = None
-    # Numbers of dimensions that take the short way, as `_check_input_dim` need not be asked.
+    # Numbers of dimensions for which `forward` need not call `_check_input_dim`.
     _fast_path_ndims: Collection[int] = range(2, 6)
     _num_splits = 1  # see `convert_sub_batchnorm`
-    convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # set where the converters are exported
+    convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # set in torch_backend/__init__.py
 
     @takes_sharing_options
     def __init__(
@@ -170,8 +171,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         if not is_plain or torch.compiler.is_compiling() or type(input) is not Tensor:
             return self._forward_general(input, residual, mask=mask, lengths=lengths)
         args = self._as_input(input, residual)
-        sharing, weighting = self.layer_communicator, self.weighting
-        plan = sharing.plans.get(autograd.plan_key(args, weighting))
+        communicator, weighting = self.layer_communicator, self.weighting
+        plan = communicator.plans.get(autograd.plan_key(args, weighting))
         if plan is not None:
             y: Tensor
             y, _ = autograd.apply((plan, args), input, args.weight, args.bias, residual)
@@ -179,36 +180,36 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         if input.is_meta or input.ndim not in self._fast_path_ndims:
             return self._forward_general(input, residual, mask=mask, lengths=lengths)
         return functional.normalize_with_batch_stats(
-            args, self.num_features, sharing, weighting=weighting
+            args, self.num_features, communicator, weighting=weighting
         )[0]
 
     def _forward_general(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None
     ) -> Any:
-        """`forward` in evaluation, with a mask, in compiled code, or not of a dense tensor."""
+        """Run `forward` in evaluation or compiled code, with a mask or splits, or on a subclass."""
         if isinstance(input, fx.Proxy):
             options = without_none(residual=residual, mask=mask, lengths=lengths)
             return call_node(self, input, **options)
-        layer_communicator: Communicator = self.layer_communicator if self.training else LOCAL
+        communicator: Communicator = self.layer_communicator if self.training else LOCAL
         check = type(self)._check_input_dim
         try:
             if isinstance(input, Tensor) and check is not _NormBase._check_input_dim:
                 check(self, input)
         except ValueError as error:
-            validation.raise_on_all_ranks(error, input, self.num_features, layer_communicator)
+            validation.raise_on_all_ranks(error, input, self.num_features, communicator)
         mean: Any = self.running_mean
         var: Any = self.running_var
-        by_batch = self.training or mean is None or var is None
-        if by_batch and not self.training:
-            layer_communicator = self.local_communicator(input)
-            by_batch = not (mask is lengths is None and is_exporting_or_tracing())
-        where = validation.mask_of(input, mask, lengths, self.num_features, layer_communicator)
-        args = self._as_input(input, residual, where)
-        if by_batch:
+        uses_batch_stats = self.training or mean is None or var is None
+        if uses_batch_stats and not self.training:
+            communicator = self.local_communicator(input)
+            uses_batch_stats = not (mask is lengths is None and is_exporting_or_tracing())
+        mask = validation.mask_of(input, mask, lengths, self.num_features, communicator)
+        args = self._as_input(input, residual, mask)
+        if uses_batch_stats:
             if self.training and self._num_splits > 1:
                 return self.forward_splits(args, self.num_features)
             return functional.normalize_with_batch_stats(
-                args, self.num_features, layer_communicator, weighting=self.weighting
+                args, self.num_features, communicator, weighting=self.weighting
             )[0]
         validation.check_input(input, self.num_features)
         if residual is not None:
@@ -218,25 +219,25 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     def forward_splits(
         self, args: NormArgs, num_channels: int, momentum: float | None = None
     ) -> Tensor:
-        """Each part of a batch by its own statistics, see `convert_sub_batchnorm`.
+        """Normalize each part of a batch by its own statistics, see `convert_sub_batchnorm`.
 
-        With `momentum`, the caller has counted the batch already.
+        Pass `momentum` if the caller has already incremented `num_batches_tracked`.
         """
         validation.check_no_tensor_subclass("the input", args.x)
         validation.check_input(args.x, num_channels)
         validation.check_options(args)
         N, n = len(args.x), self._num_splits
         if self.layer_communicator.size == 1:
-            # Two elements per channel and part, if the batch has them: a last one may be small.
+            # Fewer parts for a small (last) batch: each needs two elements per channel.
             n = max(1, min(n, N, args.x.numel() // args.x.shape[1] // 2))
         sizes = [(N + k) // n for k in reversed(range(n))]
-        # Not tensor_split: a gradient of the whole size for each part.
-        of = [
+        # Not tensor_split, whose backward allocates a gradient of the whole size for each part.
+        splits = [
             [None] * n if v is None else v.split(sizes) for v in (args.x, args.residual, args.mask)
         ]
         ys = []
         with step_statistics(self):
-            for x, residual, mask in zip(*of, strict=True):
+            for x, residual, mask in zip(*splits, strict=True):
                 running = running_stats_of(self, self.running_var_convention, momentum)
                 if momentum is not None and isinstance(running, StepAccumulator):
                     running.momentum = momentum
@@ -251,8 +252,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """A `SyncBatchNorm` for inputs `(N, C)` or `(N, C, L)`; also an nn.BatchNorm1d.
 
-    The result of converting an nn.BatchNorm1d. Inputs of other dimensions raise ValueError on all
-    ranks. The parameters are those of `SyncBatchNorm`.
+    `convert_sync_batchnorm` makes this layer of an nn.BatchNorm1d. Inputs with other numbers of
+    dimensions raise ValueError on all ranks. The parameters are those of `SyncBatchNorm`.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Grouped synchronization under the names of detectron2, PySlowFast, pytorchvideo and TimeSformer.
 
-Those "naive" layers average the ranks' means and means of squares in float32 and keep the biased
-variance. Here the statistics are exact, and `weighting="rank"` with `running_var="biased"` gives
-the numbers of the naive layers.
+The "naive" layers of these libraries average the ranks' means and means of squares in float32 and
+store the biased variance. Here the statistics are exact. `weighting="rank", running_var="biased"`
+gives the numbers of the naive layers.
 """
 
 from typing import Any
@@ -35,12 +35,12 @@ class _NaiveSyncBatchNorm(modules.SyncBatchNorm):
 
     @property
     def global_sync(self) -> bool:
-        """Whether the layer shares with the ranks of all machines."""
+        """Whether the layer shares statistics with the ranks of all machines."""
         return not isinstance(self.layer_communicator.communicator, Group)
 
     @property
     def num_sync_devices(self) -> int:
-        """The number of ranks in a group, and in a machine if the layer shares with all."""
+        """The number of ranks in a group, or on the machine if `global_sync` is true."""
         group = self.layer_communicator.communicator
         return (Group(group, "machine") if self.global_sync else group).size
 
@@ -56,10 +56,11 @@ class _NaiveSyncBatchNorm(modules.SyncBatchNorm):
 class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, modules.SyncBatchNorm1d):
     """Batch normalization of `(N, C)` or `(N, C, L)` over groups of ranks inside a machine.
 
-    A `SyncBatchNorm` with PySlowFast's constructor signature and, as that layer, an nn.BatchNorm1d,
-    so that tools which look for this class find it. `revert_sync_batchnorm` turns it into a plain
-    nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first training step forms
-    the groups and is collective over all ranks of `process_group`.
+    A `SyncBatchNorm` with PySlowFast's constructor signature. Like PySlowFast's layer, it is an
+    nn.BatchNorm1d, so that tools which look for this class find it. `revert_sync_batchnorm` turns
+    the layer into a plain nn.BatchNorm1d. Calls are collective within the group, as for
+    `SyncBatchNorm`. The first training step forms the groups: it is collective over all ranks of
+    `process_group`.
 
     Parameters
     ----------
@@ -67,12 +68,12 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, modules.SyncBatchNorm1d):
         Number of consecutive ranks in a group, a divisor of the number of ranks on the machine.
         0 or less: all ranks of the machine.
     global_sync
-        Share statistics with all ranks of all machines, whatever `num_sync_devices` is. False: with
-        a group on the machine; there `num_sync_devices=None` means 0. None: as pytorchvideo's
-        default, True unless `num_sync_devices` is an int.
+        True: share statistics with all ranks of all machines, whatever `num_sync_devices` is.
+        False: share within a group on the machine; `num_sync_devices=None` then means 0. None, as
+        in pytorchvideo: True unless `num_sync_devices` is an int.
     process_group
-        The ranks that are divided into groups, as in `SyncBatchNorm`. For other groups use a
-        `SyncBatchNorm` with a `multibn.Group`.
+        The ranks that are divided into groups, as in `SyncBatchNorm`. For groups of other ranks,
+        use a `SyncBatchNorm` with a `multibn.Group`.
     num_features, **bn_args
         As `SyncBatchNorm`, with its defaults: the statistics of the group's concatenated batch.
         `weighting="rank", running_var="biased"` gives the numbers of PySlowFast, TimeSformer and
@@ -82,14 +83,14 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, modules.SyncBatchNorm1d):
     ----------
     global_sync, num_sync_devices, num_groups
         As PySlowFast's: whether the layer shares with all machines, the number of ranks in a group,
-        and of groups on the machine. Reading them forms the groups on first use.
+        and the number of groups on the machine. The first read forms the groups.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
         As `SyncBatchNorm`. TypeError if `num_sync_devices` is neither an int nor None. ValueError
-        in the first training step, if `num_sync_devices` does not divide the number of the
-        machine's ranks, and in each call, if the input has another number of dimensions.
+        in the first training step if `num_sync_devices` does not divide the number of ranks on the
+        machine, and in each call if the input has a wrong number of dimensions.
 
     Examples
     --------
@@ -121,7 +122,7 @@ class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, modules.SyncBatchNorm3d):
     Examples
     --------
     >>> from multibn.torch import NaiveSyncBatchNorm3d
-    >>> layer = NaiveSyncBatchNorm3d(num_sync_devices=4, num_features=8)  # of one machine
+    >>> layer = NaiveSyncBatchNorm3d(num_sync_devices=4, num_features=8)  # 4 ranks of a machine
     >>> layer.process_group
     Group(Group(DefaultCommunicator(), 'machine'), 4)
     """

@@ -1,4 +1,4 @@
-"""One update of the running statistics for all forward passes of an optimizer's step."""
+"""One update of the running statistics for all forward passes of an optimizer step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +21,10 @@ from multibn.torch_backend.layer.base import LayerOptions, SyncNormBase, check_m
 def step_statistics(model: nn.Module) -> Iterator[None]:
     """Update the running statistics of `model` once for all forward passes in this context.
 
-    For optimizer steps with several forward passes: gradient accumulation, the micro-batches of a
-    pipeline, a loss of several outputs of the model. At exit the running statistics are updated
-    once, with the statistics of all batches combined, and `num_batches_tracked` is incremented by
-    one. Each forward pass still uses its own batch statistics. Not collective.
+    Use this for optimizer steps with several forward passes: gradient accumulation, micro-batches
+    of a pipeline, or a loss of several outputs of the model. At exit, the running statistics are
+    updated once with the combined statistics of all batches, and `num_batches_tracked` is
+    incremented by one. Each forward pass still uses its own batch statistics. Not collective.
 
     Parameters
     ----------
@@ -35,20 +35,21 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     Raises
     ------
     ValueError
-        If `model` has no layer of this package.
+        If `model` has no layer of multibn.torch.
 
     Notes
     -----
-    Batches are weighted by their global number of elements. The result is that of the concatenated
-    batch for `weighting="element"`; for the other weightings, if all ranks divide theirs alike.
+    Batches are weighted by their global number of elements. With `weighting="element"`, the result
+    is that of the concatenated batch. With other weightings, this is true if all ranks split their
+    batches in the same proportions.
 
     Recomputed passes and layers in evaluation add nothing; evaluation uses the running statistics
-    from before the step. These stay after an exception, without a batch in training, and where a
-    batch is skipped, see `nonfinite` of `SyncBatchNorm`: a scaler skips that step, too. Nested
-    contexts do nothing; copies of a layer made inside are not included. A compiled model is
-    compiled once more for steps.
+    from before the step. The running statistics stay unchanged after an exception, without a
+    training batch, and if `nonfinite` of `SyncBatchNorm` skips a batch, as a GradScaler then skips
+    the step, too. Nested contexts do nothing. Copies of a layer made inside are not included. A
+    compiled model is compiled once more for this context.
 
-    torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, arXiv:2004.09910) does so in one process.
+    torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, arXiv:2004.09910) does this in one process.
 
     Examples
     --------
@@ -66,26 +67,26 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     if not layers:
         raise ValueError(
             "`model` must have a layer of multibn.torch: got none in "
-            f"{type(model).__qualname__}. Convert the model by convert_sync_batchnorm; for one "
-            "process alone with process_group=multibn.SingleProcess()."
+            f"{type(model).__qualname__}. Call convert_sync_batchnorm(model) first; to use each "
+            "process alone, with process_group=multibn.SingleProcess()."
         )
     entered: list[tuple[Any, Any, StepAccumulator, RunningVar]] = []
     for layer in layers:
         for bn in (layer.split_bn, layer.bn) if hasattr(layer, "split_bn") else (layer,):
             convention = layer.running_var_convention
-            # Not of group and instance norms, whose samples have statistics of their own.
+            # Group and instance norms have statistics of single samples, which are not combined.
             is_batch_norm = issubclass(layer.Options, LayerOptions)
             running = running_stats_of(bn, convention) if is_batch_norm else None
             if isinstance(running, Running):  # neither None nor the accumulator of another step
-                # Decide here, because compiled code cannot: MPS has no float64.
-                wide = None if running.mean.device.type == "mps" else torch.float64
-                bn.step_accumulator = StepAccumulator(torch.zeros_like(running.mean, dtype=wide))
+                # MPS has no float64. Compiled code cannot choose the dtype.
+                dtype = None if running.mean.device.type == "mps" else torch.float64
+                bn.step_accumulator = StepAccumulator(torch.zeros_like(running.mean, dtype=dtype))
                 entered.append((layer, bn, bn.step_accumulator, convention))
     try:
         yield
     finally:
         for _, bn, step_accumulator, _ in entered:
-            # A layer that was reverted has none.
+            # A layer that was reverted inside the context has no accumulator.
             if getattr(bn, "step_accumulator", None) is step_accumulator:
                 bn.step_accumulator = None
     for layer, bn, step_accumulator, convention in entered:

@@ -30,7 +30,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class SubBatchNormPart(_BatchNorm):
-    """`bn` or `split_bn`; the parent layer calls it so that its hooks run, and computes."""
+    """`bn` or `split_bn`. The parent layer calls it with `normalize`, so that hooks run."""
 
     def forward(self, input: Tensor, normalize: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         return super().forward(input) if normalize is None else normalize(input)
@@ -77,15 +77,15 @@ class _SubBatchNorm(SyncNormBase):
         self.num_splits = num_splits
         self.num_features = num_features
         self.affine = affine
-        for name, wanted in (("weight", affine), ("bias", affine and bias)):
-            values = torch.empty(num_features, device=device, dtype=dtype) if wanted else None
-            self.register_parameter(name, None if values is None else nn.Parameter(values))
+        for name, is_learned in (("weight", affine), ("bias", affine and bias)):
+            data = torch.empty(num_features, device=device, dtype=dtype) if is_learned else None
+            self.register_parameter(name, None if data is None else nn.Parameter(data))
 
         def make(features: int) -> Any:
             part: Any = self._part(
                 features, eps, momentum, False, track_running_stats, device=device, dtype=dtype
             )
-            part.step_accumulator = None  # as of `SyncNormBase`
+            part.step_accumulator = None  # as in `SyncNormBase`
             return part
 
         self.bn = make(num_features)
@@ -94,7 +94,7 @@ class _SubBatchNorm(SyncNormBase):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set weight to 1, bias to 0, and all statistics to those of a new layer."""
+        """Set weight to 1 and bias to 0, and reset the running statistics of both parts."""
         for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
             if parameter is not None:
                 nn.init.constant_(parameter, value)
@@ -110,7 +110,7 @@ class _SubBatchNorm(SyncNormBase):
             self.layer_communicator if shares else self.local_communicator(input)
         )
         if shares and not torch.compiler.is_compiling():
-            self.layer_communicator.look_at_options()  # some are those of a part
+            self.layer_communicator.look_at_options()  # those of a part may have changed
         try:
             validation.check_input(input, self.num_features)
             self._part._check_input_dim(self.bn, input)
@@ -118,24 +118,24 @@ class _SubBatchNorm(SyncNormBase):
                 where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
                 raise ValueError(
                     f"`num_splits` must divide the batch size: got {num_splits} splits for a batch "
-                    f"of {input.shape[0]}{where}. Use drop_last=True, another "
+                    f"of {input.shape[0]}{where}. Use drop_last=True, a different "
                     "`num_splits`, or convert a plain model by `convert_sub_batchnorm`, which "
-                    "takes a batch of any size."
+                    "accepts a batch of any size."
                 )
         except (TypeError, ValueError) as error:
             validation.raise_on_all_ranks(
                 error, input, num_splits * self.num_features, communicator
             )
         x = input
-        if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
+        if self.training:  # unflatten is a view for any strides; axis 1 is the split of a sample
             x = input.unflatten(0, (input.shape[0] // num_splits, num_splits))
         normalize = partial(self._normalize, part, communicator)
         if isinstance(part, SubBatchNormPart) and not has_hooks(part):
             y = part(x, normalize)
             return y.flatten(0, 1) if self.training else y
 
-        # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
-        # axis 1, neither weight nor bias. In channels_last, the splits must be copied for that.
+        # Hooks, and parts of a user's class, get the tensors of SlowFast's layer: all channels of
+        # all splits on axis 1, without weight and bias. This copies an input in channels_last.
         channels = self._channels()
 
         def normalize_flat(x: Tensor) -> Tensor:
@@ -143,46 +143,46 @@ class _SubBatchNorm(SyncNormBase):
             return y.flatten(1, len(channels))
 
         options = {"normalize": normalize_flat} if isinstance(part, SubBatchNormPart) else {}
-        y = z = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
+        normalized = y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
         for p, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
-            z = z if p is None else apply(z, p.view(-1, *[1] * (z.ndim - 2)))
-        return z.to(y.dtype)
+            y = y if p is None else apply(y, p.view(-1, *[1] * (y.ndim - 2)))
+        return y.to(normalized.dtype)
 
     def _normalize(
         self, part: Any, communicator: Communicator, x: Tensor, *, is_affine: bool = True
     ) -> Tensor:
-        """The arithmetic of a call of `part`. From axis 1, `x` has the axes of `_channels`."""
+        """Compute the output of `part` for `x` of shape `(N, *_channels(), *spatial)`."""
         channels, args = self._channels(), self._as_input(x, part=part)
         weight, bias = (args.weight, args.bias) if is_affine else (None, None)
-        if self.training:  # autograd adds up the splits' gradients
+        if self.training:  # one weight for all splits: autograd sums the splits' gradients
             weight = None if weight is None else weight.repeat(self.num_splits, 1)
             bias = None if bias is None else bias.repeat(self.num_splits, 1)
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
         args = args._replace(weight=weight, bias=bias, axis=axis)
-        # Without running statistics, exported programs use torch's own batch norm.
-        is_kept = part.running_mean is not None or (not self.training and is_exporting_or_tracing())
-        if is_kept and not part.training:
-            kept = part.running_mean, part.running_var
-            statistics = (None if v is None else v.view(channels) for v in kept)
+        running = part.running_mean, part.running_var
+        # Without running statistics, exported programs contain torch's batch norm.
+        is_exported = not self.training and is_exporting_or_tracing()
+        if not part.training and (part.running_mean is not None or is_exported):
+            statistics = (None if v is None else v.view(channels) for v in running)
             return functional.normalize_with_running_stats(args, *statistics)
-        # To a pass over all splits together, these are the channels of axis 1.
-        sharing = x.shape[1], communicator
-        y, batch = functional.normalize_with_batch_stats(args, *sharing, weighting=self.weighting)
+        y, batch = functional.normalize_with_batch_stats(
+            args, x.shape[1], communicator, weighting=self.weighting
+        )
         if self.training and updates_running(args.running, x):
             with disable_dispatch_modes_in_recompute():
                 self.aggregate_stats(batch.count)
         return y
 
     def _channels(self) -> tuple[int, ...]:
-        """Shape of the statistics of a call: in training, every split has its own."""
+        """Return the shape of a call's statistics: (splits, C) in training, otherwise (C,)."""
         return (self.num_splits, self.num_features) if self.training else (self.num_features,)
 
     def aggregate_stats(self, count: Tensor | None = None, /) -> None:
         """Compute `bn`'s running statistics, those of the population, from `split_bn`'s.
 
-        Every training step ends with this call, so call it only after other code has written to the
-        buffers of `split_bn`, as fvcore's `update_bn_stats` does. Copies `num_batches_tracked`,
-        too. A training step passes its batch's `count`, and if that is 0, nothing changes. Not
+        Every training step calls this method. Call it yourself only after other code has written to
+        the buffers of `split_bn`, as fvcore's `update_bn_stats` does. `num_batches_tracked` is
+        copied, too. A training step passes its batch's `count`; if it is 0, nothing changes. Not
         collective.
 
         By the law of total variance, for splits of equal weight::
@@ -191,12 +191,12 @@ class _SubBatchNorm(SyncNormBase):
             var  = mean over splits of var_k + biased variance over splits of mean_k
 
         This is SlowFast's formula. With `running_var="biased"` and momentum 1 the result is exactly
-        the biased variance of the whole batch. By default var_k is unbiased as in SlowFast, which
-        adds 1/(n-1) of the mean biased var_k, for n elements per channel and split.
+        the biased variance of the whole batch. By default var_k is unbiased, as in SlowFast. For n
+        elements per channel and split, this adds 1/(n-1) times the mean of the biased var_k.
         """
         whole, split = self.bn, self.split_bn
         if count is not None and not compiled.is_compiling_or_fake(count) and is_on_host(count):
-            if not values(count).amax():  # equal across the vmap dimension
+            if not values(count).amax():  # the count is equal across a vmap dimension
                 return
             count = None
         if split.running_mean is None:
@@ -218,8 +218,8 @@ class _SubBatchNorm(SyncNormBase):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        # In the state of a plain batch norm, or of another number of splits, each split starts from
-        # the statistics of the population.
+        # From the state of a plain batch norm, or of a different number of splits, each split
+        # starts with the statistics of the population.
         tracked = (*_STATISTICS, "num_batches_tracked") if self.bn.running_mean is not None else ()
         for name in tracked:
             whole, split = f"{prefix}bn.{name}", f"{prefix}split_bn.{name}"
@@ -271,8 +271,8 @@ class SubBatchNorm3d(_SubBatchNorm):
     For training with large batches per device as if they were small (multigrid training,
     arXiv:1912.00998; ghost batch normalization, arXiv:1705.08741). Sample i belongs to split
     i % num_splits. All splits have the same `weight` and `bias`, shape `(C,)`. Evaluation uses the
-    statistics of the whole population, which every training step updates. The layer takes the place
-    of SlowFast's: arguments, numbers, `aggregate_stats`, state dict, and the calls of its two parts
+    statistics of the whole population, which every training step updates. The layer replaces
+    SlowFast's: arguments, numbers, `aggregate_stats`, state dict, and the calls of its two parts
     are the same.
 
     Parameters
@@ -285,11 +285,11 @@ class SubBatchNorm3d(_SubBatchNorm):
         As `SyncBatchNorm`. Without running statistics, evaluation normalizes by the statistics of
         the whole batch.
     process_group, weighting, nonfinite
-        As `SyncBatchNorm`, but by default this process alone. Otherwise split k of all ranks has
-        common statistics: it is split k of the global batch.
+        As `SyncBatchNorm`, but by default this process alone. With other process groups, split k of
+        the global batch consists of split k of every rank.
     running_var
-        The variance in the buffers, see `multibn.engine.running_variance`; the unbiased variances
-        are so by n, the elements per channel within one split.
+        The variance in the buffers, see `multibn.engine.running_variance`. Its count n is the
+        number of elements per channel within one split.
 
     Attributes
     ----------
@@ -298,8 +298,9 @@ class SubBatchNorm3d(_SubBatchNorm):
         shape `(num_splits * C,)`, split after split. The layer calls it in training. Its eval mode
         freezes the layer: each split is normalized by its own running statistics.
     bn
-        The same for the whole population, shape `(C,)`; see `aggregate_stats`. The layer calls it
-        in evaluation. In training mode it normalizes by the whole batch, which it then tracks.
+        The same for the whole population, shape `(C,)`; see `aggregate_stats`. The layer calls `bn`
+        in evaluation. If `bn` alone is in training mode, it normalizes by the whole batch and
+        updates its running statistics.
 
     Raises
     ------
@@ -310,17 +311,17 @@ class SubBatchNorm3d(_SubBatchNorm):
     -----
     In training, the call raises as `sync_batch_norm`, and ValueError for a batch that `num_splits`
     does not divide, or whose splits have one value per channel. With a process group, the call is
-    collective: every rank must make it, with an empty batch too, with one allreduce of
-    2C*num_splits+4 float64 numbers, and one in the backward pass. In evaluation the layer does not
-    communicate.
+    collective: every rank must make it, even with an empty batch. It has one allreduce of
+    2C*num_splits+4 float64 numbers, and the backward pass has one, too. In evaluation the layer
+    does not communicate.
 
-    `load_state_dict` also accepts the state of a plain batch norm, or of a layer with another
-    number of splits: each split then starts from the statistics of the population. `bn` keeps the
+    `load_state_dict` also accepts the state of a plain batch norm, or of a layer with a different
+    number of splits: each split then starts with the statistics of the population. `bn` keeps the
     loaded statistics until the next training step.
 
     Hooks of `bn` and `split_bn` get the tensors that they get in SlowFast's layer: in training, all
-    channels of all splits on axis 1, and no weight and bias in the output. Without hooks, weight
-    and bias cost no pass of their own. With hooks, an input in channels_last is copied.
+    channels of all splits on axis 1, and an output without weight and bias. With hooks, weight and
+    bias cost an additional pass, and an input in channels_last is copied.
 
     Examples
     --------

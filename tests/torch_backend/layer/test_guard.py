@@ -192,7 +192,10 @@ NUMBERS = "`running_mean` and `running_var` must have 3 numbers each, one for ea
         ({"bias": nn.Parameter(torch.ones(3, device="meta"))}, "`bias` must be on the device"),
         ({"running_mean": torch.ones(4)}, NUMBERS),
         ({"running_var": torch.ones(4)}, NUMBERS),
-        ({"running_var": torch.ones(3, dtype=torch.int64)}, "`running_var` must be in floating"),
+        (
+            {"running_var": torch.ones(3, dtype=torch.int64)},
+            "`running_var` must have a floating-point dtype: got torch.int64",
+        ),
     ],
 )
 def test_what_became_wrong_after_a_step_is_refused(wrong: dict[str, Any], message: str) -> None:

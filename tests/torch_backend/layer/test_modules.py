@@ -33,7 +33,7 @@ SHAPES: dict[int, tuple[Any, list[tuple[int, ...]]]] = {
 }
 
 
-NESTED = "the input must be a dense tensor: got a nested one of layout torch.strided"
+NESTED = "the input must be a dense tensor: got a nested tensor of layout torch.strided"
 
 
 def nested() -> Tensor:
@@ -140,14 +140,18 @@ def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:
     [
         ({"weight": "ones"}, TypeError, "`weight` must be a torch.Tensor or None: got str"),
         ({"bias": [0.0] * 3}, TypeError, "`bias` must be a torch.Tensor or None: got list"),
-        ({"weight": nested}, TypeError, "`weight` must be a dense tensor: got a nested one"),
+        ({"weight": nested}, TypeError, "`weight` must be a dense tensor: got a nested tensor"),
         ({"weight": torch.ones(3, 1)}, ValueError, r"same shape \(C,\): got \[\(3, 1\), \(3,\)\]"),
         ({"eps": 0.0}, ValueError, "`eps` must be"),
         ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
         ({"x": "a batch"}, TypeError, "the input must be a torch.Tensor: got str"),
         ({"x": nested}, TypeError, NESTED),
         ({"x": torch.ones(3)}, ValueError, r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"),
-        ({"x": torch.ones(2, 3, device="meta")}, TypeError, "must have data: got meta"),
+        (
+            {"x": torch.ones(2, 3, device="meta")},
+            TypeError,
+            "must have data: got a tensor on the meta device. To infer shapes, call a layer",
+        ),
         ({"weight": torch.ones(4)}, ValueError, r"same shape \(C,\): got \[\(4,\), \(3,\)\]"),
         ({"x": torch.ones(2, 4)}, ValueError, "must have 3 channels.*of `weight` and `bias`"),
     ],
@@ -258,8 +262,8 @@ def test_a_fused_relu_and_residual_equal_separate_ones(*, mode: str, fuse_relu: 
         (
             nested,
             TypeError,
-            "`residual` must be a dense tensor: got a nested one of layout torch.strided. Call "
-            r"values\(\) or torch.nested.to_padded_tensor",
+            "`residual` must be a dense tensor: got a nested tensor of layout torch.strided. Call "
+            "torch.nested.to_padded_tensor, and exclude the padding by `mask`",
         ),
         (
             torch.zeros(4, 3, 2).to_sparse(),

@@ -251,7 +251,7 @@ def test_a_frozen_layer_takes_any_batch_that_can_be_split() -> None:
     freeze(layer)
     assert layer(torch.zeros(0, C, 2, 3, 3)).shape == (0, C, 2, 3, 3)
     assert layer(torch.zeros(2, C, 1, 1, 1)).isfinite().all()  # one value per split and channel
-    with pytest.raises(ValueError, match=r"got 2 splits .* `convert_sub_batchnorm`, which tak"):
+    with pytest.raises(ValueError, match=r"got 2 splits .* `convert_sub_batchnorm`, which acc"):
         layer(torch.zeros(3, C, 2, 3, 3))
 
 
