@@ -1,6 +1,6 @@
-"""Refuses an absent or older torch before a layer imports a part that it lacks."""
+"""Raise ImportError if torch is missing or too old, before other modules import torch."""
 
-_LEAST = "2.10"
+_MINIMUM = "2.10"
 
 try:
     import torch
@@ -8,13 +8,13 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ModuleNotFoundError(
-        f"multibn.torch needs torch {_LEAST} or later: no torch is installed. "
+        f"multibn.torch needs torch {_MINIMUM} or later: no torch is installed. "
         "Run pip install torch.",
         name="torch",
     ) from error
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < tuple(map(int, _LEAST.split("."))):
+if tuple(map(int, torch.__version__.split(".")[:2])) < tuple(map(int, _MINIMUM.split("."))):
     raise ImportError(
-        f"multibn needs torch {_LEAST} or later: torch {torch.__version__} is installed. "
+        f"multibn needs torch {_MINIMUM} or later: torch {torch.__version__} is installed. "
         "Run pip install --upgrade torch."
     )

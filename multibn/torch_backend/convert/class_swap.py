@@ -1,9 +1,9 @@
-"""The classes of converted layers: each is the class that the layer had, and synchronized.
+"""The classes of converted layers: synchronized subclasses of the original classes.
 
 Code around a model finds layers by class: optimizers that do not decay norms, freezing, precise
-statistics, initialization. So a converted layer must stay an instance of its class. A class with a
-forward pass of its own, as timm's BatchNormAct2d, keeps this pass. A TorchFunctionMode around the
-pass exchanges the call of `torch.nn.functional.batch_norm`, which costs some 0.1 ms for each call.
+statistics, initialization. A converted layer must therefore stay an instance of its class. A class
+that overrides `forward`, as timm's BatchNormAct2d, keeps its `forward`. There, a TorchFunctionMode
+replaces the call of torch.nn.functional.batch_norm, which costs about 0.1 ms a call.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 _TORCH_TO_SYNC: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
     getattr(nn, f"BatchNorm{n}d"): getattr(modules, f"SyncBatchNorm{n}d") for n in (1, 2, 3)
 }
-#: The synchronized class of each class that was converted.
+#: The synchronized class for each class that has been converted.
 CLASSES: dict[type[_BatchNorm], type[SyncBatchNorm]] = dict(_TORCH_TO_SYNC)
 
 # The attributes of a synchronized layer that its original lacks.
@@ -34,19 +34,19 @@ _ATTRIBUTES |= {"converted_from", "original_process_group", "_has_called_batch_n
 def swap_class(layer: Any, /) -> SyncBatchNorm:
     """Set the class of `layer` to its synchronized subclass; the caller must configure it."""
     original = type(layer)
-    if isinstance(layer, SyncBatchNorm):  # which no longer splits its batch
+    if isinstance(layer, SyncBatchNorm):  # from `convert_sub_batchnorm`
         del layer._num_splits
-    elif isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses this class on CPU
-        group = communicator_of(layer.__dict__.pop("process_group"))  # a property of the new class
+    elif isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel rejects this class on CPU
+        group = communicator_of(layer.__dict__.pop("process_group"))  # the new class has a property
         layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
         layer.__dict__.update(original_process_group=group, converted_from=original)
     else:
-        layer.__class__ = _class(original)
+        layer.__class__ = _sync_class(original)
     return layer
 
 
 def restore(layer: nn.Module, original: type[nn.Module], /) -> None:
-    """Change the class of `layer` to `original`, and remove the attributes that it lacks."""
+    """Change the class of `layer` to `original`, and remove the attributes of `SyncBatchNorm`."""
     group = getattr(layer, "original_process_group", None)
     for name in _ATTRIBUTES:
         layer.__dict__.pop(name, None)
@@ -55,23 +55,27 @@ def restore(layer: nn.Module, original: type[nn.Module], /) -> None:
         layer.__dict__["process_group"] = getattr(group, "known_group", None)
 
 
-def _class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
+def _sync_class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
+    """Return the synchronized subclass of `original`; create it on first use."""
     if original not in CLASSES:
         attributes: dict[str, Any] = {"__module__": __name__, "converted_from": original}
         check = original._check_input_dim
-        same = [ours for torchs, ours in _TORCH_TO_SYNC.items() if torchs._check_input_dim is check]
-        if not same:
+        with_check = [
+            ours for torchs, ours in _TORCH_TO_SYNC.items() if torchs._check_input_dim is check
+        ]
+        if not with_check:
             attributes["_fast_path_ndims"] = ()
-        own = _Derived if original.forward is _BatchNorm.forward else _OwnForward
-        CLASSES[original] = type(f"Sync{original.__name__}", (own, *same, original), attributes)
+        base = _Derived if original.forward is _BatchNorm.forward else _OwnForward
+        bases: Any = (base, *with_check, original)
+        CLASSES[original] = type(f"Sync{original.__name__}", bases, attributes)
     return CLASSES[original]
 
 
 def _new(original: type[_BatchNorm]) -> SyncBatchNorm:
-    """A layer without attributes, for copies and pickles."""
-    derived = _class(original)
+    """Return a layer without attributes, for copies and pickles."""
+    derived = _sync_class(original)
     safe: list[Any] = serialization.get_safe_globals()
-    if original in safe:  # torch's report has no name of `derived`
+    if original in safe:  # `derived` cannot be imported by name, so users cannot allow it
         name = f"{__name__}.{original.__module__}.{original.__qualname__}"
         serialization.add_safe_globals([(derived, name)])
     layer: SyncBatchNorm = object.__new__(derived)
@@ -85,15 +89,15 @@ class _Derived(SyncBatchNorm):
         return _new, (self.converted_from,), self.__getstate__()
 
 
-# The arguments of a pass, after `axis`, that torch's batch norm in evaluation stands for.
-_TORCHS = tuple(NormArgs._field_defaults.values())
+# The fields of NormArgs after `axis` with which evaluation is the original class's own `forward`.
+_FIELD_DEFAULTS = tuple(NormArgs._field_defaults.values())
 
 
 class _OwnForward(_Derived):
-    """A layer that calls batch norm and does something of its own before or after."""
+    """Base of classes whose original overrides `forward` and calls F.batch_norm in it."""
 
     converted_from: type[_BatchNorm]
-    _has_called_batch_norm = False  # whether a forward pass has called batch norm
+    _has_called_batch_norm = False  # whether any forward pass has called F.batch_norm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = (*args, *kwargs.values())
@@ -101,14 +105,14 @@ class _OwnForward(_Derived):
             return call_node(self, *args, **kwargs)
         has_dtensor = dtensors.contains_dtensor((*arguments, self.weight))
         x: Any = next((a for a in arguments if isinstance(a, Tensor)), None)
-        if not (self.training or has_dtensor) and self._as_input(x)[5:] == _TORCHS:
+        if not (self.training or has_dtensor) and self._as_input(x)[5:] == _FIELD_DEFAULTS:
             return self.converted_from.forward(self, *args, **kwargs)
         mode = _SyncBatchNormMode(self)
         try:
             with mode:
                 y = self.converted_from.forward(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
-            if self.training and not mode.batch_norm_called:  # the other ranks would wait
+            if self.training and not mode.batch_norm_called:  # otherwise other ranks would hang
                 validation.raise_on_all_ranks(error, x, self.num_features, self.layer_communicator)
             raise
         if not mode.batch_norm_called:
@@ -118,10 +122,10 @@ class _OwnForward(_Derived):
         return y
 
     def _check_may_skip_batch_norm(self, x: Tensor | None) -> None:
-        """Raise RuntimeError if a training pass that called no batch norm has left others waiting.
+        """Raise RuntimeError if other ranks would hang because this pass called no F.batch_norm.
 
-        A class that has called it before may return an empty batch as it is, or normalize by its
-        own means where it is alone.
+        A layer that has called it before may return an empty batch unchanged, or normalize by
+        other code in a single process.
         """
         is_alone_or_empty = self.layer_communicator.size == 1 or (x is not None and not len(x))
         if self.training and not (self._has_called_batch_norm and is_alone_or_empty):
@@ -133,13 +137,13 @@ class _OwnForward(_Derived):
             )
 
 
-# Attributes of these names have another meaning in layers of other classes, which are refused.
-_OWN = {*dir(SyncBatchNorm(1)), *dir(_OwnForward)} - {*dir(nn.SyncBatchNorm(1))}
-RESERVED_ATTRIBUTES = sorted(name for name in _OWN if not name.startswith("__"))
+# A layer that uses one of these names for an attribute of its own cannot be converted.
+_ADDED = {*dir(SyncBatchNorm(1)), *dir(_OwnForward)} - {*dir(nn.SyncBatchNorm(1))}
+RESERVED_ATTRIBUTES = sorted(name for name in _ADDED if not name.startswith("__"))
 
 
 class _SyncBatchNormMode(functional.BatchNormMode):
-    """Intercept calls of batch_norm that pass the layer's running_mean, and synchronize them."""
+    """Synchronize the calls of F.batch_norm that pass the layer's running_mean."""
 
     def __init__(self, layer: _OwnForward) -> None:
         super().__init__()
@@ -159,23 +163,23 @@ class _SyncBatchNormMode(functional.BatchNormMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """Take the place of torch.nn.functional.batch_norm."""
+        """Replace torch.nn.functional.batch_norm."""
         layer = self.layer
         args = layer._as_input(input)._replace(weight=weight, bias=bias, eps=eps)
-        own = running_mean is (layer.running_mean if layer.track_running_stats else None)
-        self.batch_norm_called |= own
-        if own and not training and running_mean is not None and running_var is not None:
+        is_own = running_mean is (layer.running_mean if layer.track_running_stats else None)
+        self.batch_norm_called |= is_own
+        if is_own and not training and running_mean is not None and running_var is not None:
             return functional.normalize_with_running_stats(args, running_mean, running_var)
-        if not (own and training):
+        if not (is_own and training):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
-        channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
-        num_channels = [*channels, layer.num_features][0]
+        lengths = [len(p) for p in (running_mean, weight, bias) if p is not None]
+        num_channels = [*lengths, layer.num_features][0]
         before, counter = self.count_before, layer.num_batches_tracked
         if layer._num_splits > 1:
-            if before is not None and counter is not None:  # the end of the step will count
+            if before is not None and counter is not None:  # `step_statistics` will increment it
                 counter.copy_(before)
             return layer.forward_splits(args, num_channels, momentum)
         running = running_stats_of(layer, layer.running_var_convention, momentum)
@@ -188,6 +192,6 @@ class _SyncBatchNormMode(functional.BatchNormMode):
         if running is not None and before is not None and counter is not None:
             # The original `forward` has incremented the counter. Undo this for recomputations and
             # for batches that are empty on all ranks.
-            counts = (batch.count > 0) & updates_running(running, input)
-            counter.copy_(torch.where(counts, counter, before))
+            is_counted = (batch.count > 0) & updates_running(running, input)
+            counter.copy_(torch.where(is_counted, counter, before))
         return y

@@ -1,4 +1,4 @@
-"""Exchange the batch norm layers of a model for synchronized ones, and back."""
+"""Convert the batch norm layers of a model to synchronized layers, and back."""
 
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
@@ -36,9 +36,9 @@ from multibn.torch_backend.norms.batch_renorm import SyncBatchRenormBase
 from multibn.torch_backend.norms.group_norm import SyncGroupsBase
 
 _Model = TypeVar("_Model", bound=nn.Module)
-# Names that a class may define and still behave like the layer that it derives from.
+# Names that a subclass may define without changing what the layer computes.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
-# Options of torch's layers, and those that end with sharing; a plain layer would lose all others.
+# Options that torch's layers have, or that reverting is meant to drop. Any other would be lost.
 _REVERTIBLE_OPTIONS = (
     "eps= momentum= affine= bias= track_running_stats= weighting= running_var= nonfinite= "
     "num_splits="
@@ -48,8 +48,8 @@ _REVERTIBLE_OPTIONS = (
 class BatchNorm(_BatchNorm):
     """Local (unsynchronized) batch norm for inputs with two or more dimensions.
 
-    What `revert_sync_batchnorm` makes of a `SyncBatchNorm` that was constructed directly. Like that
-    layer, it takes `mask` or `lengths`.
+    `revert_sync_batchnorm` converts a `SyncBatchNorm` to this class if it was constructed directly.
+    Calls accept `mask` or `lengths`, like calls of `SyncBatchNorm`.
 
     Examples
     --------
@@ -83,7 +83,7 @@ class BatchNorm(_BatchNorm):
             )
 
 
-class_swap.CLASSES[BatchNorm] = SyncBatchNorm  # whose masks, residuals and dtypes it takes
+class_swap.CLASSES[BatchNorm] = SyncBatchNorm  # its counterpart, which also takes masks
 
 
 @takes_sharing_options
@@ -98,14 +98,14 @@ def convert_sync_batchnorm(
 
     Changes the layers in place and returns `module`. A converted layer is a `SyncBatchNorm`, and
     stays an instance of its class: an nn.BatchNorm2d becomes a `SyncBatchNorm2d`. The exception is
-    nn.SyncBatchNorm, a class that DistributedDataParallel (DDP) refuses on CPU. A layer that
+    nn.SyncBatchNorm, a class that DistributedDataParallel (DDP) rejects on CPU. A layer that
     overrides `forward` keeps its `forward`; in training its call of torch.nn.functional.batch_norm
-    is synchronized. All attributes stay, parameters, buffers and hooks among them. Call this
-    function before or after the construction of the optimizer, DDP and FSDP. From the first
-    training forward pass on, at the latest, DDP leaves running statistics that are equal on all
-    ranks out of its broadcast of buffers. Layers in plain lists and dictionaries are not found.
-    Layers that are already synchronized are left alone; layers from `convert_sub_batchnorm` lose
-    their splits. Not collective.
+    is synchronized. All attributes stay, including parameters, buffers and hooks. Call this
+    function before or after the construction of the optimizer, DDP and FSDP. DDP no longer
+    broadcasts running statistics that are equal on all ranks, at the latest from the first training
+    forward pass on. Layers in plain lists and dictionaries are not found. Layers that are already
+    synchronized are unchanged; layers from `convert_sub_batchnorm` lose their splits. Not
+    collective.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def convert_sync_batchnorm(
         The ranks that share statistics: anything that `multibn.as_communicator` takes. With None,
         an nn.SyncBatchNorm keeps its own group.
     weighting, running_var, nonfinite
-        As `SyncBatchNorm`'s.
+        As for `SyncBatchNorm`.
     strict
         Raise, without changing anything, if a layer cannot be converted or the model has no batch
         norm.
@@ -123,18 +123,18 @@ def convert_sync_batchnorm(
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`. TypeError if `module` is no module; if `strict` and a layer cannot be
-        converted, or if there is none.
+        As `SyncBatchNorm`. TypeError if `module` is no module. With `strict`, TypeError if a layer
+        cannot be converted or the model has no batch norm.
     RuntimeError
-        In a training forward pass of a layer whose own forward pass does not call
-        torch.nn.functional.batch_norm with its running mean: it computes statistics by itself.
+        In a training forward pass of a layer whose `forward` does not call
+        torch.nn.functional.batch_norm with the layer's running mean.
 
     Warns
     -----
     UserWarning
         One warning that lists the layers that were not converted, grouped by reason. One if the
         model has no batch norm. One for layers that are already synchronized with different
-        options; `process_group` is compared only if there is no layer to convert.
+        options. `process_group` is compared only if there is no layer to convert.
 
     Examples
     --------
@@ -147,11 +147,12 @@ def convert_sync_batchnorm(
     """
     options = sharing_options(options)
     SyncBatchNorm(1, process_group=process_group, **options)
-    layers = _find(module, strict)
-    if kept := _options_mismatch(module, layers, process_group, options):
+    layers = _find_layers(module, strict)
+    if mismatches := _options_mismatch(module, layers, process_group, options):
         warn(
             list_obstacles(
-                kept, "layer(s) already synchronized with different options were left unchanged"
+                mismatches,
+                "layer(s) already synchronized with different options were left unchanged",
             )
         )
     for layer in map(class_swap.swap_class, layers):
@@ -167,20 +168,20 @@ def convert_sync_batchnorm(
 def _options_mismatch(
     module: nn.Module, layers: list[_BatchNorm], process_group: Any, options: SharingOptions
 ) -> dict[str, str]:
-    """Return already synchronized layers whose options differ from the requested ones, by path."""
-    asked = {name: v for name, v in options.items() if v != getattr(LayerOptions, name)}
-    if not layers and process_group is not None:  # otherwise about the converted layers
-        asked["process_group"] = as_communicator(process_group)
-    kept: dict[str, str] = {}
+    """Return the options of already synchronized layers that differ from `options`, by path."""
+    requested = {name: v for name, v in options.items() if v != getattr(LayerOptions, name)}
+    if not layers and process_group is not None:  # otherwise it is for the converted layers
+        requested["process_group"] = as_communicator(process_group)
+    mismatches: dict[str, str] = {}
     for path, part in module.named_modules():
         if isinstance(part, SyncBatchNorm) and part not in layers:
-            has = vars(part.norm_options) | {"process_group": part.layer_communicator.communicator}
-            others = [
-                f"{k}={has[k]!r}" for k, value in asked.items() if repr(has[k]) != repr(value)
-            ]
-            if others:
-                kept[path] = f"{', '.join(others)}. Call revert_sync_batchnorm first"
-    return kept
+            group = part.layer_communicator.communicator
+            actual = vars(part.norm_options) | {"process_group": group}
+            different = [k for k, value in requested.items() if repr(actual[k]) != repr(value)]
+            if different:
+                text = ", ".join(f"{k}={actual[k]!r}" for k in different)
+                mismatches[path] = f"{text}. Call revert_sync_batchnorm first"
+    return mismatches
 
 
 def convert_sub_batchnorm(
@@ -192,24 +193,24 @@ def convert_sub_batchnorm(
     batch trains like several small ones. Changes the layers in place, as `convert_sync_batchnorm`
     does, including layers that are already synchronized or split, and returns `module`;
     `revert_sync_batchnorm` undoes it. The parts are consecutive samples, of sizes that differ by
-    one at most. The running statistics are those of the whole batch, as an nn.BatchNorm2d keeps
-    them, so that evaluation and state dicts are unchanged. Neither this call nor the layers are
-    collective. For parts of a batch that ranks share, and for SlowFast's state, see
-    `SubBatchNorm3d`.
+    one at most. The running statistics are those of the whole batch, as in an nn.BatchNorm2d, so
+    that evaluation and state dicts are unchanged. Neither this call nor the layers are collective.
+    For parts whose statistics ranks share, and for SlowFast's state dict, see `SubBatchNorm3d`.
 
     Parameters
     ----------
     module, strict
         As for `convert_sync_batchnorm`.
     num_splits
-        Number of sub-batches; fewer for small batches, so that each has a sample and two values per
-        channel (masked ones included). In training, a mask that excludes a whole sub-batch raises
-        ValueError.
+        Number of sub-batches. Small batches have fewer, so that each has at least one sample and
+        two values per channel, including masked values. In training, a mask that excludes a whole
+        sub-batch raises ValueError.
 
     Raises
     ------
     TypeError, ValueError
-        If `num_splits` is no positive int, if there are `others`, and as `convert_sync_batchnorm`.
+        If `num_splits` is no positive int; TypeError for any other option; and as
+        `convert_sync_batchnorm`.
 
     Examples
     --------
@@ -222,30 +223,31 @@ def convert_sub_batchnorm(
     if others:
         raise TypeError(
             "convert_sub_batchnorm() takes `num_splits` and `strict`: got "
-            f"{', '.join(f'`{name}`' for name in others)}. In place of a virtual batch size, pass "
+            f"{', '.join(f'`{name}`' for name in others)}. For a virtual batch size, pass "
             "num_splits=batch_size // virtual_batch_size."
         )
     check_int("num_splits", num_splits)
     layer: Any
-    for layer in _find(module, strict, splitting=True):
+    for layer in _find_layers(module, strict, splitting=True):
         if not isinstance(layer, SyncBatchNorm):
             class_swap.swap_class(layer).configure(LOCAL)
         layer.process_group, layer._num_splits = LOCAL, num_splits
     return module
 
 
-def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
-    """The layers to convert. All others that have statistics are an error or a warning."""
+def _find_layers(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
+    """Return the layers to convert. Warn about all others with running statistics, or raise."""
     check_module("module", module)
     check_bool(strict=strict)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
-        again = isinstance(part, SyncBatchNorm) and (splitting or "_num_splits" in vars(part))
-        if isinstance(part, SyncNormBase | SubBatchNormPart) and not again:
+        has_splits = isinstance(part, SyncBatchNorm) and "_num_splits" in vars(part)
+        is_convertible = has_splits or (splitting and isinstance(part, SyncBatchNorm))
+        if isinstance(part, SyncNormBase | SubBatchNormPart) and not is_convertible:
             continue
         if why := _cannot_convert(part):
-            obstacles[path] = f"{_name(part)}: {why}"
+            obstacles[path] = f"{_class_name(part)}: {why}"
         elif isinstance(part, _BatchNorm):
             check_int("num_features", part.num_features)
             LayerOptions.of(part).check()
@@ -257,9 +259,9 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
         )
     elif not (layers or any(isinstance(part, SyncNormBase) for part in module.modules())):
         message = (
-            f"`module` has no batch norm layer of torch: got {_name(module)}. Nothing is "
-            "synchronized. Frozen norms (of torchvision's detectors, for example), group "
-            "norms and layer norms need no sharing."
+            f"`module` has no batch norm layer of torch: got {_class_name(module)}. Nothing is "
+            "synchronized. Frozen norms (as in torchvision's detectors), group norms and layer "
+            "norms need no synchronization."
         )
     if message and strict:
         raise TypeError(message)
@@ -269,18 +271,19 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
 
 
 def revert_sync_batchnorm(module: _Model) -> _Model:
-    """Convert `SyncBatchNorm` and split layers back to their original classes.
+    """Convert synchronized batch, group and instance norms back to their original classes.
 
-    Group and instance norms, too. For export or single-process use. Changes the layers in place and
-    returns `module`. A layer that was built as a `SyncBatchNorm` becomes a `BatchNorm`, a
-    `NaiveSyncBatchNorm2d` an nn.BatchNorm2d. An nn.SyncBatchNorm gets its process group back, if
-    this process knows the group. Not collective.
+    For export or single-process use. Layers from `convert_sub_batchnorm` are reverted, too. Changes
+    the layers in place and returns `module`. A layer that was constructed as a `SyncBatchNorm`
+    becomes a `BatchNorm`, a `NaiveSyncBatchNorm2d` an nn.BatchNorm2d. An nn.SyncBatchNorm gets its
+    process group back, if the group exists in this process. Not collective.
 
     Warns
     -----
     UserWarning
-        One warning that lists the layers that were not reverted: parametrized layers, subclasses of
-        multibn's layers that override methods, and layers with a fused ReLU.
+        One warning that lists the layers that were not reverted: sub-batch norms such as
+        `SubBatchNorm2d`, batch renorm layers, layers with a fused ReLU, parametrized layers, layers
+        whose `forward` was replaced, and subclasses of multibn's layers that override methods.
 
     Examples
     --------
@@ -297,9 +300,9 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
         if not isinstance(part, SyncNormBase):
             continue
         if not isinstance(part, SyncBatchNorm | SyncGroupsBase):
-            obstacles[path] = f"{_name(part)}: its splits keep separate running statistics"
+            obstacles[path] = f"{_class_name(part)}: its splits keep separate running statistics"
         elif why := _cannot_revert(part):
-            obstacles[path] = f"{_name(part)}: {why}"
+            obstacles[path] = f"{_class_name(part)}: {why}"
         else:
             class_swap.restore(part, part.converted_from or BatchNorm)
     if obstacles:
@@ -314,9 +317,10 @@ _PARAMETRIZED = (
 
 
 def _cannot_convert(layer: nn.Module) -> str | None:
-    """The reason why `layer` cannot be synchronized, or None: it can, or has nothing to share."""
+    """Return why `layer` cannot be converted; None if it can, or has no running statistics."""
     if not isinstance(layer, _BatchNorm):
-        return "it is not of torch's batch norm class" if _has_running_statistics(layer) else None
+        why = "it is not a subclass of torch's batch norm"
+        return why if _has_running_statistics(layer) else None
     if "forward" in vars(layer):
         return "its `forward` was replaced on the instance. Convert the model before patching it"
     if isinstance(layer, SyncBatchRenormBase):
@@ -326,7 +330,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
     if taken := [name for name in class_swap.RESERVED_ATTRIBUTES if hasattr(layer, name)]:
-        return f"it has an attribute {taken[0]!r}, which SyncBatchNorm uses itself. Rename it"
+        return f"it has an attribute {taken[0]!r}, a name that SyncBatchNorm uses. Rename it"
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return "it is a lazy module that is not initialized. Run the model once first"
     if isinstance(layer, nn.SyncBatchNorm) and type(layer).forward is not nn.SyncBatchNorm.forward:
@@ -338,22 +342,22 @@ def _cannot_convert(layer: nn.Module) -> str | None:
 
 
 def _has_running_statistics(layer: nn.Module) -> bool:
-    """Whether a layer that is not torch's moves running statistics of its input."""
-    # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
+    """Return whether a layer of another library seems to update running statistics."""
+    # If the weight is a buffer, the norm is frozen, as torchvision's FrozenBatchNorm2d.
     if isinstance(layer, _NormBase) or "weight" in layer._buffers:
         return False
-    own = chain(layer._parameters.items(), layer._buffers.items(), vars(layer).items())
-    fixed = {k: v for k, v in own if isinstance(v, Tensor) and not v.requires_grad}
-    if "num_batches_tracked" in fixed or any(map(is_running_statistic, fixed)):
+    items = chain(layer._parameters.items(), layer._buffers.items(), vars(layer).items())
+    buffers = {k: v for k, v in items if isinstance(v, Tensor) and not v.requires_grad}
+    if "num_batches_tracked" in buffers or any(map(is_running_statistic, buffers)):
         return True
-    vectors = [v.shape for v in fixed.values() if v.is_floating_point() and v.ndim == 1]
+    vectors = [v.shape for v in buffers.values() if v.is_floating_point() and v.ndim == 1]
     is_norm = hasattr(layer, "momentum") and (hasattr(layer, "eps") or hasattr(layer, "epsilon"))
-    has_pair = len(vectors) > len(set(vectors))  # of a mean and a variance, under any names
+    has_pair = len(vectors) > len(set(vectors))  # two of one shape: a mean and a variance
     return bool(vectors and getattr(layer, "track_running_stats", is_norm and has_pair))
 
 
 def _cannot_revert(layer: SyncNormBase) -> str | None:
-    """The reason why `layer` must keep its class, or None."""
+    """Return why `layer` cannot be reverted, or None if it can."""
     names = overridden(type(layer), lambda c: c.__module__.startswith("multibn."), *_HARMLESS)
     if isinstance(layer, SyncBatchRenormBase):
         return _RENORMALIZES
@@ -368,5 +372,5 @@ def _cannot_revert(layer: SyncNormBase) -> str | None:
     return None
 
 
-def _name(layer: nn.Module) -> str:
+def _class_name(layer: nn.Module) -> str:
     return f"{type(layer).__module__}.{type(layer).__qualname__}"

@@ -1,4 +1,4 @@
-"""Exchange the group and instance norms of a model for synchronized ones."""
+"""Convert the group and instance norms of a model to synchronized layers."""
 
 from typing import Any, TypeVar
 
@@ -26,30 +26,31 @@ def convert_sync_groupnorm(
     nonfinite: Nonfinite = None,
     strict: bool = False,
 ) -> _Model:
-    """Synchronize every group norm and instance norm of a model, for samples that ranks split.
+    """Convert every group norm and instance norm of a model, for samples split between ranks.
 
     Changes the layers in place and returns `module`: an nn.GroupNorm becomes a `SyncGroupNorm`, an
-    nn.InstanceNorm2d a `SyncInstanceNorm2d`. `revert_sync_batchnorm` is the way back. Not
-    collective.
+    nn.InstanceNorm2d a `SyncInstanceNorm2d`. `revert_sync_batchnorm` undoes it. Not collective.
 
     Parameters
     ----------
     module
         The model, changed in place.
     process_group, nonfinite
-        The ranks that have parts of the same samples, and the other option of `SyncGroupNorm`.
+        As for `SyncGroupNorm`: the ranks that have parts of the same samples, and its other option.
     strict
-        Whether a layer of a derived class is an error, and a model without a layer to convert.
+        Raise, without changing anything, if a layer's class is a subclass of torch's, or the model
+        has no group or instance norm.
 
     Raises
     ------
     TypeError, ValueError
-        As `SyncGroupNorm`; TypeError if `module` is no module, and as `strict` says.
+        As `SyncGroupNorm`. TypeError if `module` is no module, and with `strict`, see above.
 
     Warns
     -----
     UserWarning
-        For layers of derived classes, which cannot be converted, and a model without a layer.
+        One warning that lists the layers of subclasses, which cannot be converted. One if the model
+        has no group or instance norm.
 
     Examples
     --------
@@ -63,18 +64,20 @@ def convert_sync_groupnorm(
     check_bool(strict=strict)
     SyncGroupNorm(1, 1, process_group=process_group, nonfinite=nonfinite)
     kinds = nn.GroupNorm, _InstanceNorm
-    parts = [(p, m) for p, m in module.named_modules() if isinstance(m, kinds)]
-    others = [(p, m) for p, m in parts if not isinstance(m, SyncGroupsBase)]
-    layers: list[Any] = [m for _, m in others if type(m) in _SYNCHRONIZED]
+    norms = [(path, m) for path, m in module.named_modules() if isinstance(m, kinds)]
+    plain = [(path, m) for path, m in norms if not isinstance(m, SyncGroupsBase)]
+    layers: list[Any] = [m for _, m in plain if type(m) in _SYNCHRONIZED]
     obstacles = {
-        path: f"{type(m).__qualname__}, a class of its own" for path, m in others if m not in layers
+        path: f"{type(m).__qualname__}: a subclass of torch's layer"
+        for path, m in plain
+        if m not in layers
     }
     message = ""
     if obstacles:
         message = list_obstacles(
             obstacles, "layer(s) cannot be converted; each rank normalizes its part"
         )
-    elif not parts:
+    elif not norms:
         message = (
             "`module` must have a group or instance norm of torch: got none in "
             f"{type(module).__qualname__}. convert_sync_batchnorm is for batch norms."

@@ -13,16 +13,16 @@ from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d
 
 
 def get_norm(cfg: Any) -> Callable[..., nn.Module]:
-    """The layer that `cfg.BN` names; takes the place of PySlowFast's `get_norm`.
+    """Return a constructor of the layer that `cfg.BN` names. Replaces PySlowFast's `get_norm`.
 
     `cfg.BN.NORM_TYPE` is one of
 
     - `"batchnorm"`: nn.BatchNorm3d;
     - `"sub_batchnorm"`: SubBatchNorm3d with `num_splits=NUM_SPLITS`;
-    - `"sync_batchnorm"`: NaiveSyncBatchNorm3d with `global_sync=GLOBAL_SYNC`, which wins, and
-      `num_sync_devices=NUM_SYNC_DEVICES`;
-    - `"sync_batchnorm_apex"`: SyncBatchNorm3d over NUM_SYNC_DEVICES consecutive ranks, 0 for all,
-      in the place of apex's layer, which no longer exists.
+    - `"sync_batchnorm"`: NaiveSyncBatchNorm3d with `num_sync_devices=NUM_SYNC_DEVICES` and
+      `global_sync=GLOBAL_SYNC`; if GLOBAL_SYNC is true, NUM_SYNC_DEVICES is ignored;
+    - `"sync_batchnorm_apex"`: SyncBatchNorm3d over NUM_SYNC_DEVICES consecutive ranks, 0 for all.
+      It replaces apex's layer, which no longer exists.
 
     PySlowFast's tools look for nn.BatchNorm1d, 2d and 3d, to initialize and to freeze layers. A
     sub-batch norm contains two of them; the other layers are subclasses. Call the result with
@@ -33,14 +33,14 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     ----------
     cfg
         A mapping (a dict, a yacs CfgNode, an OmegaConf config) or an object with attributes (an
-        argparse.Namespace, a dataclass), with a node BN of any of these kinds. Only NORM_TYPE is
-        required. The other entries have PySlowFast's defaults: NUM_SPLITS 1, NUM_SYNC_DEVICES 1,
-        GLOBAL_SYNC False.
+        argparse.Namespace, a dataclass), with a node BN of any of these types. Only NORM_TYPE is
+        required. The defaults of the other entries are PySlowFast's: NUM_SPLITS 1, NUM_SYNC_DEVICES
+        1, GLOBAL_SYNC False.
 
     Raises
     ------
     TypeError
-        If `cfg` or its BN is no config.
+        If `cfg` or `cfg.BN` is no config.
     NotImplementedError
         If BN.NORM_TYPE is missing or none of the four, as in PySlowFast.
 
@@ -55,7 +55,7 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     bn = _entry(cfg, "BN", {} if isinstance(cfg, Mapping) else None)
     if bn is None or isinstance(bn, str | Number):
         raise TypeError(
-            "`cfg` must be a config with a node BN, each a mapping or an object with attributes: "
+            "`cfg` and `cfg.BN` must be configs, that is mappings or objects with attributes: "
             f"got {cfg!r} of type {type(cfg).__qualname__}."
         )
     devices = _entry(bn, "NUM_SYNC_DEVICES", 1)

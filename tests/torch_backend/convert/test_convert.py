@@ -196,7 +196,8 @@ def test_what_never_shares_is_not_named() -> None:
 )
 def test_statistics_under_any_names_are_named(layer: nn.Module) -> None:
     model = nn.Sequential(layer, nn.BatchNorm1d(3))
-    with pytest.raises(TypeError, match=r"^1 layer\(s\) .*: 0 \(torch.*Module: it is not of torch"):
+    message = r"^1 layer\(s\) .*: 0 \(torch.*Module: it is not a subclass of torch's batch norm"
+    with pytest.raises(TypeError, match=message):
         convert_sync_batchnorm(model, strict=True)
     assert type(model[1]) is nn.BatchNorm1d
 
@@ -237,14 +238,14 @@ def unconvertible() -> dict[str, tuple[nn.Module, str]]:
     has, lazy = "BatchNorm2d: it has an attribute", "LazyBatchNorm2d: it is a lazy module that is"
     sub = "SyncActivated: it is a subclass of nn.SyncBatchNorm with its own"
     return {
-        "private": (private, f"{has} '_num_splits', which SyncBatchNorm uses itself."),
-        "named": (named, f"{has} 'step_accumulator', which SyncBatchNorm uses itself."),
+        "private": (private, f"{has} '_num_splits', a name that SyncBatchNorm uses."),
+        "named": (named, f"{has} 'step_accumulator', a name that SyncBatchNorm uses."),
         "parametrized": (parametrized, "ParametrizedBatchNorm2d: it is parametrized. Remove"),
         "lazy": (nn.LazyBatchNorm2d(), f"{lazy} not initialized. Run the model"),
         "act": (SyncActivated(3), sub),
         "patched": (patched, "SyncBatchNorm: its `forward` was replaced on the instance. Convert"),
-        "foreign": (Foreign(3), "Foreign: it is not of torch's batch norm class"),
-        "evo": (EvoNorm(), "EvoNorm: it is not of torch's batch norm class"),
+        "foreign": (Foreign(3), "Foreign: it is not a subclass of torch's batch norm"),
+        "evo": (EvoNorm(), "EvoNorm: it is not a subclass of torch's batch norm"),
     }
 
 

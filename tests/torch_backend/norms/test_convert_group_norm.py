@@ -58,7 +58,10 @@ def test_a_model_is_converted_and_reverted() -> None:
 @pytest.mark.parametrize(
     "module, message",
     [
-        (nn.Sequential(Own(1, 2)), "1 layer(s) cannot be converted.*0 (Own, a class of its own)"),
+        (
+            nn.Sequential(Own(1, 2)),
+            "1 layer(s) cannot be converted.*0 (Own: a subclass of torch's layer)",
+        ),
         (nn.Sequential(nn.BatchNorm1d(2)), "must have a group or instance norm of torch: got none"),
     ],
 )
