@@ -50,7 +50,7 @@ def check_int(name: str, value: Any, least: int | None = 1, *, none: str = "") -
         raise ValueError(f"`{name}` must be {wanted}{_or_none(none)}: got {value!r}.")
 
 
-def check_ints(name: str, values: Iterable[object], least: int = 1) -> None:
+def check_ints(name: str, values: Iterable[object], least: int | None = 1) -> None:
     """`check_int` of each of several values."""
     for value in values:
         check_int(name, value, least)
@@ -73,13 +73,13 @@ def check_number(name: str, value: Any, interval: str, *, none: str = "") -> Non
         raise ValueError(f"`{name}` must be {wanted}{_or_none(none)}: got {value!r}.")
 
 
-def check_eps(value: Any, /) -> None:
+def check_eps(value: Any, /, name: str = "eps") -> None:
     """Raise as `check_number` below 1.18e-38, the smallest normal number of float32.
 
     Below 1e-77, the inverse standard deviation of a channel of equal values is infinite in float32,
     and NaN comes out; subnormal numbers are 0 on some devices.
     """
-    check_number("eps", value, "[1.18e-38, inf)")
+    check_number(name, value, "[1.18e-38, inf)")
 
 
 def check_residual(residual: Any, x: Array, kinds: Any, words: str) -> None:

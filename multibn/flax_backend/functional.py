@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from multibn import wire
-from multibn._typing import Array, RunningVar, Weighting, check_choice, check_eps, check_number
+from multibn._typing import (
+    Array,
+    RunningVar,
+    Weighting,
+    check_choice,
+    check_eps,
+    check_ints,
+    check_number,
+)
 from multibn.communicators import SingleProcess
 from multibn.engine import masks
 from multibn.engine.running import running_variance
@@ -44,22 +52,25 @@ class Options(NamedTuple):
         found = cls(*(getattr(layer, name) for name in cls._fields))
         check_choice("weighting", found.weighting, Weighting)
         check_choice("running_var", found.running_var, RunningVar)
-        check_eps(found.epsilon)
+        check_eps(found.epsilon, "epsilon")
         check_number("momentum", found.momentum, "[0, 1]")
         groups, dtype = found.axis_index_groups, jnp.dtype(found.sum_dtype).name
         if dtype not in ("float32", "float64"):
             raise ValueError(f"`sum_dtype` must be float32 or float64: got {dtype}.")
         groups = groups if groups is None else tuple(map(tuple, groups))
-        return found._replace(axis_index_groups=groups, sum_dtype=dtype)
+        # jax.jit hashes the options, and flax takes lists.
+        axis, name = (tuple(v) if isinstance(v, list) else v for v in (found.axis, found.axis_name))
+        check_ints("axis", axis if isinstance(axis, tuple) else (axis,), None)
+        return found._replace(axis=axis, axis_name=name, axis_index_groups=groups, sum_dtype=dtype)
 
     def channel_axes(self, ndim: int) -> tuple[int, ...]:
         """The axes of the channels in an input with so many axes."""
-        axes = self.axis if isinstance(self.axis, tuple | list) else (self.axis,)
+        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
         found = tuple(sorted({k + ndim if k < 0 else k for k in axes}))
-        if not (0 <= found[0] <= found[-1] < ndim and len(found) < ndim):
+        if not (found and 0 <= found[0] <= found[-1] < ndim and len(found) < ndim):
             raise ValueError(
-                f"`axis` must be an axis of the input, and leave others: got {self.axis} for "
-                f"{ndim} axes."
+                "`axis` must name one or more axes of the input, and at least one other axis must "
+                f"remain to reduce over: got {self.axis} for {ndim} axes."
             )
         return found
 
@@ -219,9 +230,9 @@ def _args(x: Array, arrays: Any, mask: Any, lengths: Any, options: Options) -> N
     axis, C = reduced_axes(x.ndim, of_channels), tuple(x.shape[k] for k in of_channels)
     if wrong := [v.shape for v in arrays if v is not None and v.shape != C]:
         raise ValueError(
-            f"`num_features` must be {math.prod(C)}, and arrays per channel must have shape {C}, "
-            f"for channels on axis {options.axis} of an input of shape {x.shape}: got an array of "
-            f"shape {wrong[0]}."
+            f"`scale`, `bias` and running statistics must have shape {C}, that of axis "
+            f"{options.axis} of an input of shape {x.shape}: got {wrong[0]}. Check `axis`, or "
+            f"construct the layer of flax.nnx with num_features={math.prod(C)}."
         )
     if lengths is not None and len(axis) < 2:
         raise ValueError(f"`lengths` needs an input of shape (N, L, ..., C): got {x.shape}.")
@@ -230,7 +241,8 @@ def _args(x: Array, arrays: Any, mask: Any, lengths: Any, options: Options) -> N
         if mask.ndim != x.ndim or any(mask.shape[k] != 1 for k in of_channels):
             cure = ""
             if mask.ndim == x.ndim:
-                cure = " Take the mask of one channel: mask[..., :1]."
+                one = ", ".join(":1" if k in of_channels else ":" for k in range(x.ndim))
+                cure = f" Take the mask of one channel: mask[{one}]."
             elif mask.shape == tuple(x.shape[k] for k in axis):
                 cure = f" Add the axis of the channels: jnp.expand_dims(mask, {of_channels})."
             raise ValueError(
@@ -253,7 +265,8 @@ def _weigh(args: NormArgs, weighting: Weighting, shared: Any) -> tuple[Array, Ar
     if args.mask is None and count * shared.size == 1:
         raise OneValueError(
             "normalizing by the statistics of a batch needs more than 1 value per channel: `x` has "
-            f"1, of shape {args.x.shape}. Use a larger batch, or `use_running_average=True`."
+            f"1, of shape {args.x.shape}. Use a larger batch; a layer can use its running "
+            "statistics instead (`use_running_average=True`)."
         )
     return jnp.asarray(weight, jnp.float64), jnp.asarray(count, jnp.float64)
 

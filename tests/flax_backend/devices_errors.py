@@ -34,6 +34,10 @@ def given(**options: Any) -> Callable[[Any], Any]:
     return partial(norm, **options)
 
 
+def along(axis: Any, **options: Any) -> Callable[[Any], Any]:
+    return lambda x: sync_batch_norm(x, axis=axis, **options)[0]
+
+
 def axis(name: str, groups: Any = None) -> Callable[[Any], Any]:
     return partial(norm, axis_name=name, axis_index_groups=groups)
 
@@ -41,22 +45,25 @@ def axis(name: str, groups: Any = None) -> Callable[[Any], Any]:
 def check_refused_inputs() -> None:
     mask = jnp.ones((4, 5), bool)
     groups, four = [[0, 1], [2, 3]], jnp.ones(4, int)
+    wrong_axes: list[Any] = [3, (), [], (0, 1, 2)]
     refused: list[Any] = [
         ("`axis_name` must be an axis that .*: got 'other'", axis("other"), X),
         (r"`axis_name` must be .*\['devices'\] is bound", sharded(axis("other")), X),
         ("`mask` must have shape .*expand_dims", given(mask=mask), X),
-        (r"`mask` must have .*one channel: mask\[\.\.\., :1\]", given(mask=X > 0), X),
+        (r"`mask` must have .*one channel: mask\[:, :, :1\]", given(mask=X > 0), X),
+        (r"`mask` must have .*one channel: mask\[:, :1, :\]", along(1, mask=X > 0), X),
         (r"`mask` must have the shape .*got \(4, 4\)", given(mask=mask[:, :4, None]), X),
         (r"`mask` must have dtype bool", given(mask=X[..., :1]), X),
         (r"cannot be passed together", given(mask=mask[..., None], lengths=four), X),
         (r"`lengths` must have shape \(4,\)", given(lengths=jnp.ones(5, int)), X),
         (r"`lengths` needs an input of shape \(N, L", given(lengths=four), X[:, 0]),
-        (r"`num_features` must be 2, and .* for channels on axis -1", norm, X[..., :2]),
-        (r"`num_features` must be 2", layer(), X[..., :2]),
-        (r"`axis` must be an axis of the input", given(axis=3), X),
+        (r"`scale`, `bias` and .* shape \(2,\), that of axis -1 .*: got \(3,\)", norm, X[..., :2]),
+        (r"must have shape \(2,\).* with num_features=2", layer(), X[..., :2]),
+        *((r"`axis` must name one .*: got", along(k), X) for k in wrong_axes),
+        (r"`axis` must be an int: got 'channels'", along("channels"), X),
         (r"`x` must have elements: got shape", norm, X[:0]),
         (r"`x` must have elements", sharded(axis("devices")), X[:0]),
-        (r"more than 1 value per channel", norm, X[:1, :1]),
+        (r"more than 1 value per channel.* a layer can use its", norm, X[:1, :1]),
         (r"real floating-point dtype: got int32", norm, X.astype(int)),
         (r"real floating-point dtype: got int32", layer(), X.astype(int)),
         (r"real floating-point dtype: got complex64", norm, X + 1j),
@@ -67,6 +74,14 @@ def check_refused_inputs() -> None:
         for call in (function, jax.jit(function)):
             with pytest.raises((TypeError, ValueError), match=message):
                 call(x)
+
+
+def check_lists_of_axes_are_tuples() -> None:
+    x = X.at[1, 0].set(3.0)
+    assert (along([0, 2])(x) == along((0, 2))(x)).all()
+    assert (layer(axis=[-1])(x) == layer()(x)).all()
+    named = jax.vmap(given(axis_name=["a"]), axis_name="a")(x)
+    np.testing.assert_allclose(named, norm(x), rtol=0, atol=1e-6)
 
 
 def check_an_axis_of_one_device() -> None:
@@ -88,7 +103,7 @@ def check_refused_options() -> None:
         ("`weighting` must be one of", {"weighting": "batch"}),
         ("`running_var` must be one of", {"running_var": "unbiased"}),
         ("`sum_dtype` must be float32 or float64: got b", {"sum_dtype": jnp.bfloat16}),
-        ("`eps` must be", {"epsilon": 0.0}),
+        ("`epsilon` must be", {"epsilon": 0.0}),
         (r"`momentum` must be in \[0, 1\]", {"momentum": 1.5}),
     ]
     for message, options in refused:
