@@ -1,10 +1,10 @@
-"""Processes that share batch statistics, one file per library that moves their bytes.
+"""Communicators: the processes that share batch statistics.
 
-Every communicator works with the arrays of every library. A group of ranks is just another
-communicator; `SingleProcess` is the group of one.
+Every communicator accepts the arrays of every library. A group of ranks is a communicator, too;
+`SingleProcess` is the group of one.
 
-Communicators are handles: a deep copy is the same handle, and a pickle records how to find the
-processes again, which happens at the first use. Importing this package imports no framework.
+Communicators are handles: a deep copy is the same handle. A pickle records how to find the
+processes again, and the first use finds them. Importing this package imports no framework.
 """
 
 from multibn.communicators.communicator import Communicator as Communicator

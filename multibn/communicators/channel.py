@@ -1,10 +1,10 @@
 """Collectives in host memory for one group of ranks, the same for every transport.
 
-Every message starts with the transport's block, a buffer that all messages share. It holds a head,
-from whose sum every rank sees whether all are in the same place (the same layer, phase and call),
-and as many numbers as fit. The rest of a long message is sent only if the heads agree. A transport
-only moves bytes; `watchdog` has deadlines and status notices, `exit` what happens when the program
-ends.
+Every message starts with the transport's block, a buffer that all messages share. The block holds a
+head, and as much of the payload as fits. The sum of the heads shows every rank whether all ranks
+are in the same place (layer, phase and call). The rest of a long message is sent only if the heads
+agree. A transport only moves bytes; `watchdog` has deadlines and status notices, and `exit` handles
+the end of the program.
 """
 
 import os
@@ -39,11 +39,11 @@ Begin: TypeAlias = Callable[[], Poll | None]
 
 
 class Transport(ABC):
-    """One library that moves bytes, for one group of processes; one message at a time."""
+    """Moves bytes between one group of processes, one message at a time."""
 
     rank: int
     size: int
-    board: StatusBoard | None = None  # where notices are left; None before the first message
+    board: StatusBoard | None = None  # None before the first message
     carrier = ""  # what carries messages, "shared memory" for example; "" until the ranks connect
     block: HostArray  # float64 numbers: the memory of the first part of every message
 
@@ -52,7 +52,7 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self) -> Iterator[Poll | None]:
-        """Connect the ranks, in steps as `chain` takes, and make the block. Collective."""
+        """Connect the ranks and allocate the block. Yields steps for `chain`. Collective."""
 
     @abstractmethod
     def prepare_block(self, n: int) -> Begin:
@@ -63,12 +63,12 @@ class Transport(ABC):
 
     @abstractmethod
     def prepare(self, a: HostArray) -> Begin:
-        """Return a function that begins to sum `a` in place; all ranks pass one dtype and shape."""
+        """Return a function that begins to sum `a` in place. Ranks pass one dtype and shape."""
 
     def close(self, *, failed: bool, at_exit: bool = False) -> None:  # noqa: B027
-        """Release threads and connections, when the group or the program ends, or after a fork.
+        """Release threads and connections when the group or the program ends, or after a fork.
 
-        If `failed`, which is also True in a fork, a message may be pending: send nothing.
+        Send nothing if `failed` (also True after a fork): a message may be pending.
         """
 
     def end_process(self, *, failed: bool) -> None:  # noqa: B027
@@ -78,10 +78,10 @@ class Transport(ABC):
         """
 
 
-# Memory for a head and for payloads of one length, and a function that begins to sum the two.
+# The memory of a head, the memory of a payload, and a function that begins to sum both.
 Buffer: TypeAlias = tuple[memoryview, HostArray, Begin]
-# Maps (token of the group, this rank's name of a layer, channels) to (the name on all ranks, the
-# layer's number in order of first messages).
+# Maps (token of the group, layer name on this rank, channels) to (layer name on all ranks, the
+# layer's number in the order of first messages).
 Compared: TypeAlias = dict[tuple[str, str, int], tuple[str, int]]
 
 
@@ -90,14 +90,14 @@ class Channel:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.rank, self.size = transport.rank, transport.size  # as of a communicator
+        self.rank, self.size = transport.rank, transport.size
         self.watchdog = Watchdog(transport)
-        self._buffers: dict[int, Buffer] = {}  # by the length of payloads
+        self._buffers: dict[int, Buffer] = {}  # by payload length
         # The same on all ranks:
-        self.compared: Compared = {}  # of functions; layers have their own in LayerCommunicator
+        self.compared: Compared = {}  # for functions; a layer's is in its LayerCommunicator
         self.num_first_messages = 0
         self.longest = 0  # the longest message that the ranks have agreed on
-        self.deferred_checks = DeferredChecks()  # of messages that GPUs have summed
+        self.deferred_checks = DeferredChecks()  # of messages summed on a GPU
         watch(self)
 
     def allreduce(self, a: HostArray, place: str = "") -> HostArray:
@@ -113,8 +113,8 @@ class Channel:
         """Return a new array, the sum of `a` over the ranks, or None if the ranks' `facts` differ.
 
         Collective. `kind` must determine the dtype and shape of `a`. Raises RuntimeError on all
-        ranks if their kinds differ, or if one rejects its input. `text` says where this rank is, in
-        error messages.
+        ranks if their kinds differ, or if one rejects its input. Error messages use `text` for the
+        place where this rank is.
         """
         total, text = a.copy(), text or kind
         if self.size == 1:
@@ -130,16 +130,16 @@ class Channel:
         return None
 
     def send_refusal(self) -> None:
-        """Take part in the other ranks' pending message with a rejection: they all raise."""
-        text = "a refusal"
+        """Join the other ranks' pending message with a rejection, so that all of them raise."""
+        text = "the rejection of an input"
         self._open(text)
         self.transport.block[: wire.HEAD] = wire.head(wire.rank_bit(self.rank))
         self.watchdog.wait(self.transport.prepare_block(wire.HEAD), text)
 
     def buffer(self, n: int) -> Buffer:
-        """Return the memory of a head and of `n` numbers, and what starts summing both.
+        """Return memory for a head and `n` numbers, and a function that begins to sum both.
 
-        Every message of the group uses this memory. The ranks have exchanged a message before.
+        All messages of the group share this memory. Call it after the group's first message.
         """
         if n not in self._buffers:
             block = self.transport.block
@@ -163,11 +163,11 @@ class Channel:
         )
 
     def close(self) -> None:
-        """Free memory and connections, after the user has destroyed the group."""
+        """Free memory and connections after the user has destroyed the group."""
         watched_channels.discard(self)
         failed = self.watchdog.failure is not None
         self._buffers.clear()
-        if not failed:  # after a failure, or in a fork, that message stays
+        if not failed:  # otherwise keep the message of the earlier failure or of the fork
             self.watchdog.failure = "its process group was destroyed. Give the layer another one."
         self.transport.close(failed=failed)
 
@@ -182,11 +182,11 @@ class Channel:
 
     def _connect(self, text: str) -> Iterator[Poll | None]:
         for step in self.transport.open():
-            self.watchdog.look(text)  # connecting to a rank that failed takes long
+            self.watchdog.look(text)  # raises sooner than a connection to a failed rank times out
             yield step
 
     def _prepare(self, a: HostArray) -> Begin:
-        """Return what starts summing the block, then the rest of `a` if all heads agree."""
+        """Return a function that begins to sum `a`: the block, then the rest if the heads agree."""
         block, flat = self.transport.block, a.reshape(-1)
         first = flat[: block.size - wire.HEAD if a.dtype == np.float64 else 0]
         room, head = block[wire.HEAD :][: first.size], block[: wire.HEAD]
@@ -205,9 +205,9 @@ class Channel:
 
 
 def check_kinds(communicator: Any, kind: str, text: str, head: list[float]) -> None:
-    """Raise on all ranks if some refused, or their messages are of different kinds. Collective.
+    """Raise on all ranks if one rejected its input or the messages' kinds differ. Collective.
 
-    For messages whose heads differ; `head` is the sum. Returns if only the facts differ.
+    Call it if the heads differ; `head` is their sum. Returns if only the facts differ.
     """
     if wire.is_refused(head):
         raise_for_refusal(communicator, head[:1], text)
@@ -222,13 +222,13 @@ class ChannelCommunicator(Handle, ABC):
     @property
     @abstractmethod
     def channel(self) -> Channel | None:
-        """None for one process. A forked child has its parent's, which raises."""
+        """The channel, or None for one process. In a forked child, the parent's, which raises."""
 
     def allreduce(self, x: Array, /) -> Array:
         return self.allreduce_at(x)
 
     def allreduce_at(self, x: Array, place: str = "") -> Array:
-        """Sum as `allreduce` does; errors name the `place` where this rank is."""
+        """Sum as `allreduce` does; error messages name the `place` of this call."""
         if self.reduces_on_device(x):
             return self.allreduce_on_device(x)
         assert self.channel is not None
@@ -239,7 +239,7 @@ class ChannelCommunicator(Handle, ABC):
         return False
 
     def allreduce_on_device(self, x: Array, /) -> Array:
-        """Sum `x` on its device, if `reduces_on_device(x)`. This sum has no deadline."""
+        """Sum `x` on its device if `reduces_on_device(x)`. The watchdog sets no deadline for it."""
         raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
 
     def allreduce_in_place(self, x: Array, /) -> Array:
@@ -248,9 +248,9 @@ class ChannelCommunicator(Handle, ABC):
 
 
 class _Own(ChannelCommunicator, Transport):
-    """A communicator of a user's own class, whose `allreduce` waits by itself.
+    """A wrapper of a communicator of a user's own class, whose `allreduce` blocks.
 
-    Arrays in host memory travel through a channel; others are handed over as they are.
+    Arrays in host memory travel through a channel; other arrays go straight to `allreduce`.
     """
 
     def __init__(self, find: Callable[[], Any]) -> None:
@@ -286,7 +286,7 @@ class _Own(ChannelCommunicator, Transport):
         if got != expected:
             log_and_raise(
                 TypeError,
-                f"`rank`, `size` and `allreduce` of {self._name} do not fit: the sum of "
+                f"`rank`, `size` and `allreduce` of {self._name} are inconsistent: the sum of "
                 f"[1, rank, size, {_EXACT}] over all ranks must be {expected}: got {got}, on rank "
                 f"{self.rank!r} of {self.size!r}. Correct these members.",
             )
@@ -313,15 +313,15 @@ class _Own(ChannelCommunicator, Transport):
         return cast(HostArray, summed)
 
 
-_EXACT = 1 + 2.0**-40  # float32 would lose the second part
-_WIDEST = 2048  # up to so many channels, a message is one call of the user's `allreduce`
+_EXACT = 1 + 2.0**-40  # float32 rounds this to 1
+_WIDEST = 2048  # channels; a message of a wider layer takes a second call of `allreduce`
 
 
-_own: dict[int, _Own] = {}  # by the ids of users' objects
+_own: dict[int, _Own] = {}  # by the id of the user's object
 
 
 def resolved(communicator: Any, /) -> Any:
-    """Return the communicator behind forwarding ones; a user's own gets a channel."""
+    """Return the communicator behind `Forwarding` ones, with a channel if its class is a user's."""
     while isinstance(communicator, Forwarding):
         communicator = communicator._look_up()
     if isinstance(communicator, Handle):
@@ -334,14 +334,14 @@ def resolved(communicator: Any, /) -> Any:
     def find() -> Any:
         return communicator
 
-    with suppress(TypeError):  # of a class without weak references
+    with suppress(TypeError):  # the class may not allow weak references
         find = ref(communicator)
         finalize(communicator, _own.pop, id(communicator), None).atexit = False
     return _own.setdefault(id(communicator), _Own(find))
 
 
 def at(communicator: Any, place: str) -> Any:
-    """Return `communicator`, whose errors say that its sums belong to the `place`."""
+    """Return a communicator like this one, whose error messages name the `place`."""
     group = resolved(communicator)
     if not hasattr(group, "allreduce_at"):
         return group
@@ -350,9 +350,10 @@ def at(communicator: Any, place: str) -> Any:
 
 
 def flush_checks() -> None:
-    """Check all messages that GPUs have summed, which otherwise the next calls would check.
+    """Check all messages summed on a GPU now; otherwise, later calls of the layers check them.
 
-    Call it after the last batch. Not collective; raises on all ranks that took part in a message.
+    Call it after the last batch. Not collective. If a check fails, it raises on every rank that
+    calls this function.
     """
     for channel in list(watched_channels):
         channel.deferred_checks.flush()
@@ -361,11 +362,11 @@ def flush_checks() -> None:
 def spin_seconds(num_ranks: int = 1) -> float:
     """How long a waiting rank spins (sched_yield) before it sleeps.
 
-    Shorter if the ranks of a machine outnumber its cores: they would take each other's time.
+    Shorter if the ranks of a machine outnumber its cores, so that a spinning rank delays no other.
     """
-    # torchrun's name, Open MPI's, that of MPICH and Intel MPI.
+    # The variables of torchrun, of Open MPI, and of MPICH and Intel MPI.
     names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     num_ranks = max(num_ranks, *(int(os.environ.get(name) or 1) for name in names))
-    # Linux alone says on which cores a process may run.
+    # Only Linux reports the cores on which a process may run.
     cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     return 2e-4 if num_ranks > len(cores) else 0.1

@@ -1,4 +1,4 @@
-"""The communicator: processes that share batch statistics, and the handles that name them."""
+"""The `Communicator` protocol, the base classes of handles, and `gather`."""
 
 import json
 import sys
@@ -14,14 +14,14 @@ _T = TypeVar("_T", bound="Handle")
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Processes that share batch statistics. Names and meaning are MPI's.
+    """Processes that share batch statistics. The methods have the names and meaning of MPI's.
 
     `copy.deepcopy` of a layer also copies a communicator of your own class. If it holds a socket or
     a lock, define a `__deepcopy__` that returns `self`.
 
     Examples
     --------
-    A class of one's own, for which no base class is needed:
+    Your own class needs no base class:
 
     >>> from multibn import Communicator
     >>> class Alone:
@@ -57,11 +57,11 @@ class Communicator(Protocol):
 
 
 class Handle:
-    """A reference to a group of processes: copies are the same object, a pickle finds the group."""
+    """A reference to a group of processes: a copy is the same object, a pickle finds the group."""
 
-    # Whether the processes are found anew once torch has another default process group.
+    # Whether the processes are looked up again after init_process_group has run again.
     follows_default_group = False
-    # Whether a layer was given the handle's `native`, a library's object, and not the handle.
+    # Whether the user gave the layer `native`, a library's object, instead of this handle.
     is_of_native = False
     channel: Any = None  # `Channel` of the group; None for one process
 
@@ -76,7 +76,7 @@ class Handle:
 
     @property
     def identity(self) -> object:
-        """Equal for handles of the same processes, as far as pickles can tell."""
+        """Equal for handles whose pickles are equal: they refer to the same processes."""
         return self.__reduce__()
 
 
@@ -110,7 +110,7 @@ class SingleProcess(Handle):
 
 
 class Forwarding(Handle):
-    """Stands for another communicator, which is looked up at each use."""
+    """A handle that looks up the actual communicator at each use."""
 
     @property
     def rank(self) -> int:
@@ -127,14 +127,14 @@ class Forwarding(Handle):
         return self._look_up().split(color, key)
 
     def _look_up(self) -> Any:
-        """The communicator that this one stands for; may itself be `Forwarding`."""
+        """Return the actual communicator, which may itself be `Forwarding`."""
         raise NotImplementedError
 
 
 class Outside(Forwarding):
-    """A group that this process is not part of: a layer can have the group, and cannot train.
+    """A group that this process is not part of. A layer can hold the group but cannot train.
 
-    `native` is what a library gives to such a process.
+    `native` is the library's marker for such a process, MPI.COMM_NULL for example.
     """
 
     is_of_native = True
@@ -160,7 +160,7 @@ class Outside(Forwarding):
 
 
 def is_outsiders_marker(obj: Any, /) -> bool:
-    """Whether `obj` is what a library gives to processes outside the group."""
+    """Whether `obj` is a library's marker for processes outside a group."""
     mpi, distributed = sys.modules.get("mpi4py.MPI"), sys.modules.get("torch.distributed")
     if mpi and isinstance(obj, mpi.Comm):
         return bool(obj == mpi.COMM_NULL)
@@ -173,18 +173,18 @@ def is_outsiders_marker(obj: Any, /) -> bool:
 
 
 def identity(communicator: Communicator, /) -> object:
-    """Equal for communicators of the same processes, as far as one can tell."""
+    """Equal for handles of the same processes; other communicators equal only themselves."""
     return communicator.identity if isinstance(communicator, Handle) else id(communicator)
 
 
 def gather(value: Any, communicator: Any) -> list[Any]:
-    """`value`, which JSON can hold, of every rank, on every rank. Collective: two allreduces.
+    """Return the `value`s of all ranks, in rank order. Collective: two allreduces.
 
-    For first steps and error messages, not every step. JSON is only read.
+    Too slow for every step. `value` travels as JSON: unpickling could run code of another rank.
     """
     data = json.dumps(value).encode()
     rank, size = communicator.rank, communicator.size
-    lengths = np.zeros(size)  # float64, which every communicator takes
+    lengths = np.zeros(size)  # float64, which every communicator can sum
     lengths[rank] = len(data)
     lengths = communicator.allreduce(lengths).astype(int)
     contents = np.zeros((size, lengths.max()))

@@ -1,4 +1,4 @@
-"""Deferred checks: GPU messages are copied to the host, and checked about a step later."""
+"""Deferred checks: GPU messages are copied to the host and checked about a step later."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -11,27 +11,28 @@ from multibn import wire
 from multibn._arrays import array_namespace, on_device_of, to_host
 from multibn._typing import Array, HostArray
 
-# The kind of a message of compiled code, which may be in the memory of a CUDA graph: torch forbids
-# keeping tensors there, or views of them.
+# The kind of a message of compiled code. Its memory may be a CUDA graph's, and torch forbids
+# keeping a tensor in that memory, or a view of one.
 IN_GRAPH_MEMORY: Any = "copied"
 
 
-# A summed message: an array, or a function that waits for its copy; the head that is expected; and
-# the function that raises for a message that is unusual.
+# A summed message: the array, or a function that waits for its copy; the expected head; and the
+# function that raises if the message shows an error.
 _Message: TypeAlias = tuple[Any, Sequence[float], Callable[[HostArray], None]]
 
 
 class DeferredChecks:
-    """The messages of a group that are not checked yet."""
+    """A group's summed messages that have not been checked yet."""
 
     def __init__(self) -> None:
-        self._pending: dict[Any, list[_Message]] = {}  # the latest ones, by their kinds
-        # Earlier messages, whose copies have begun: each message's own, or one of the heads and
-        # the largest number of all, with their array on the GPU and a function that waits.
+        self._pending: dict[Any, list[_Message]] = {}  # by kind; not yet copied
+        # Messages whose copies to the host have begun. Each entry has either one copy per message,
+        # and None; or the messages on the GPU, and a function that waits for the copy of a summary:
+        # all heads, and the largest absolute value.
         self._arriving: list[tuple[list[_Message], Any, Callable[[], HostArray] | None]] = []
         self._pinned: dict[Any, list[Any]] = {}
-        # Check this many messages at once: about half a step's, so that their copies have arrived,
-        # and not fewer than 4, for a layer called several times in a row.
+        # How many messages are checked at once: about half of a step's messages, so that their
+        # copies have arrived; at least 4, for models of few layers.
         self.batch_size = 4
 
     def add(
@@ -46,20 +47,20 @@ class DeferredChecks:
         self._pending.setdefault(kind, []).append((numbers, expected, check))
 
     def check_if_due(self, kind: object = None) -> None:
-        """Check messages of long ago, before one of this kind. Raises on all ranks if it raises.
+        """Check earlier messages if enough are pending, before a message of this kind is sent.
 
-        A group's messages have one order on all ranks, which raise at the same moment.
+        The messages of a group have the same order on all ranks, so all ranks raise at once.
         """
         if sum(map(len, self._pending.values())) >= self.batch_size:
             self._send(kind)
 
     def flush(self) -> None:
-        """Check all messages that GPUs have summed."""
+        """Check all messages now."""
         self._send()
         self._receive()
 
     def _send(self, kind: object = None) -> None:
-        """Check the messages already copied, then begin to copy the others."""
+        """Check the messages whose copies have begun, then begin to copy the others."""
         self._receive()
         pending, self._pending = self._pending, {}
         for of_kind, messages in pending.items():
@@ -79,7 +80,7 @@ class DeferredChecks:
                 self._arriving.append((messages, every, begin_copy(summary, self._pinned)))
 
     def _receive(self) -> None:
-        """Check the messages whose copies have begun; one by one if anything is unusual."""
+        """Check the messages whose copies have begun: together, then one by one if that fails."""
         arriving, self._arriving = self._arriving, []
         try:
             for messages, numbers, wait in arriving:
@@ -92,15 +93,15 @@ class DeferredChecks:
                     summed = each() if wait is None else to_host(each)
                     is_usual = summed[: wire.HEAD].tolist() == head
                     if not (is_usual and np.abs(summed).max() < wire.LARGEST_SUM):
-                        with suppress(ReferenceError):  # the layer was deleted since
+                        with suppress(ReferenceError):  # the layer has been deleted
                             check(summed)
         except Exception:
-            self._pending.clear()  # what follows an error says nothing new
+            self._pending.clear()  # messages after an error would only repeat the error
             raise
 
 
 def is_captured(x: Array, /) -> bool:
-    """Whether a CUDA graph is being captured on the GPU of `x`: nothing may wait for the host."""
+    """Whether a CUDA graph is being captured on the GPU of `x`, so that the host must not wait."""
     if getattr(x, "is_cuda", False):  # torch's
         cuda, device = sys.modules["torch"].cuda, x.get_device()
         if device == cuda.current_device():
@@ -111,14 +112,14 @@ def is_captured(x: Array, /) -> bool:
 
 
 def stream_of(x: Array, /) -> Any:
-    """The current stream of the GPU of a torch tensor; 0 for other arrays."""
+    """Return the current stream of a torch tensor's GPU; 0 for other arrays."""
     if getattr(x, "is_cuda", False):
         return sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
     return 0
 
 
 def on_stream(stream: Any, x: Array, /) -> AbstractContextManager[Any]:
-    """Context in which `stream` is the current one."""
+    """Return a context in which `stream` is the current stream."""
     if stream == stream_of(x):
         return nullcontext()
     cuda = sys.modules["torch"].cuda
@@ -128,25 +129,25 @@ def on_stream(stream: Any, x: Array, /) -> AbstractContextManager[Any]:
 def begin_copy(x: Array, unused: dict[Any, list[Any]]) -> Callable[[], HostArray]:
     """Begin to copy a torch tensor from its GPU, and return a function that waits for the copy.
 
-    The array that it returns stays valid until the next copy begins. `unused` keeps memory and
-    events of each device and length for later copies. CuPy's arrays are copied at once.
+    The array that this function returns stays valid until the next copy begins. `unused` holds
+    pinned memory and events for later copies. CuPy's arrays are copied before the return.
     """
     if not getattr(x, "is_cuda", False):  # CuPy's
         copied = to_host(x)
         return lambda: copied
     import torch
 
-    # An event is of the GPU on which it was recorded first.
+    # An event belongs to the GPU on which it was first recorded: the key includes the device.
     again: list[Any] = unused.setdefault((x.device, x.shape), [])
     if again:
         pinned = again.pop()
     else:
-        with torch.inference_mode(False):  # else no copy in training could be written to it
+        with torch.inference_mode(False):  # else torch forbids writing to the memory in training
             memory = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         pinned = memory, memory.numpy(), torch.Event(x.device)
     memory, copy, event = pinned
     memory.copy_(x, non_blocking=True)
-    # torch.cuda.current_stream takes longer than the copy.
+    # Avoid torch.cuda.current_stream, which takes longer than starting the copy.
     is_current = x.get_device() == torch.cuda.current_device()
     event.record(None if is_current else torch.cuda.current_stream(x.device))
 

@@ -1,4 +1,4 @@
-"""Messages: names of layers, ranks grouped by their answers, and lines on stderr."""
+"""Texts for errors and warnings: layer names, lists of ranks, and lines on stderr."""
 
 import contextlib
 import os
@@ -10,22 +10,22 @@ from multibn import wire
 from multibn._platform import launched_processes
 from multibn._warnings import warn
 
-# The methods of models and layers that last as long as their calls do.
+# The methods on the call stack while a model or a layer runs.
 _CALLS = {"__call__", "_call_impl", "forward"}
 
 
 def find_module_path(
     part: object, kind: type, named_parts: Callable[[Any], Iterable[tuple[str, object]]], /
 ) -> str:
-    """The path of `part` in the outermost model of a `kind` whose methods are running now.
+    """Return the path of `part` in the outermost running model of type `kind` that contains it.
 
-    "" if no running model has the part; `named_parts(model)` are its parts with their paths.
+    Return "" if there is none. `named_parts(model)` yields the paths and parts of a model.
     """
     frame = sys._getframe(1)
     running = []
     while frame is not None:
-        # A look at the variables of a frame keeps these alive until the function returns (Python
-        # before 3.13): no look at those of a training loop.
+        # Before Python 3.13, reading `f_locals` keeps a frame's variables alive until the function
+        # returns. So the variables of a training loop are not read.
         name, variables = frame.f_code.co_name, frame.f_code.co_varnames
         if name in _CALLS and variables[:1] == ("self",):
             candidate = frame.f_locals.get("self")
@@ -33,7 +33,7 @@ def find_module_path(
                 running.append(candidate)
         frame = frame.f_back  # type: ignore[assignment]
     for model in reversed(running):
-        # A part may have several paths, in an order of this process's own.
+        # A part may have several paths, in a different order on each rank.
         if paths := [path for path, candidate in named_parts(model) if candidate is part]:
             return min(paths)
     return ""
@@ -53,7 +53,7 @@ def group_ranks_by(answers: Iterable[str], preposition: str = "in") -> str:
 
 
 def describe_ranks(marks: Sequence[float], size: int) -> str:
-    """The ranks that have sent marks, see `multibn.wire`."""
+    """Describe the ranks whose bits are in the `marks`; see `multibn.wire`."""
     if size == 1:
         return "this process"
     ranks = wire.ranks_of(marks)
@@ -61,7 +61,7 @@ def describe_ranks(marks: Sequence[float], size: int) -> str:
 
 
 def raise_for_refusal(communicator: Any, marks: Sequence[float], place: str) -> NoReturn:
-    """Raise because the ranks of `marks`, this one perhaps among them, rejected their input."""
+    """Raise because the ranks whose bits are in the `marks` rejected their input."""
     log_and_raise(
         RuntimeError,
         f"rank {communicator.rank} stops in {place}: the input was rejected on "
@@ -70,7 +70,7 @@ def raise_for_refusal(communicator: Any, marks: Sequence[float], place: str) -> 
 
 
 def raise_for_sum(communicator: Any, got: str) -> NoReturn:
-    """Raise if the `allreduce` of a user's own class does not sum."""
+    """Raise because the `allreduce` of a user's own class does not sum."""
     log_and_raise(
         TypeError,
         f"`allreduce` of {type(communicator).__qualname__} must return the sum over "
@@ -83,7 +83,7 @@ SAME_LAYERS_ADVICE = (
     "All ranks must run the same layers in the same order with the same dtype, and all must be in "
     "training or all in evaluation."
 )
-# The same for ranks of which some compute the gradients of one layer and some of another.
+# The advice if the ranks are in the backward passes of different layers.
 UNUSED_LAYER_ADVICE = (
     "All ranks must run the same layers in the same order, also in backward. If a rank's loss does "
     "not use a layer, add 0 * unused.sum() to that loss, with `unused` the layer's output, or call "
@@ -92,7 +92,7 @@ UNUSED_LAYER_ADVICE = (
 
 
 def raise_for_places(texts: Iterable[str], advice: str = SAME_LAYERS_ADVICE) -> NoReturn:
-    """Raise because the ranks' `texts` say that they do not meet."""
+    """Raise because the ranks are in different places, which the `texts` name."""
     log_and_raise(
         RuntimeError, f"the ranks are in different places: {group_ranks_by(texts)}. {advice}"
     )
@@ -115,9 +115,9 @@ def warn_if_launched(why: str, fix: str) -> None:
 
 
 def log_and_raise(kind: type[Exception], message: str) -> NoReturn:
-    """Raise an error about the ranks, and print its message as a line on stderr.
+    """Raise an error, and print its message as a line on stderr.
 
-    The traceback may be long, and stand among those of other ranks.
+    The line is easy to find among the tracebacks of many ranks.
     """
     log_to_stderr(message)
     raise kind(message)
@@ -125,15 +125,15 @@ def log_and_raise(kind: type[Exception], message: str) -> NoReturn:
 
 def log_to_stderr(message: str) -> None:
     """Print a line that begins with "multibn: "."""
-    with contextlib.suppress(OSError, ValueError):  # the reader may have ended
+    with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have exited
         sys.stderr.flush()
         os.write(2, f"multibn: {message}\n".encode())
 
 
 def uncaught() -> BaseException | None:
-    """The exception that has ended the program, once the program has ended."""
-    # Python keeps such an exception here; so do interactive shells and test runners, with those
-    # that they have caught: the traceback then begins in a function that somebody has called.
+    """Return the exception that ended the program, for use at exit."""
+    # Python stores an uncaught exception here. Interactive shells and test runners also store the
+    # exceptions that they caught: these tracebacks begin in a frame that has a caller.
     trace = getattr(sys, "last_traceback", None)
     if trace is None or trace.tb_frame.f_back is not None:
         return None

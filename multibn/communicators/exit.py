@@ -1,4 +1,4 @@
-"""What happens at exit and after a fork: no rank waits in vain, and no child acts as a rank."""
+"""Handlers for exit and fork: no rank waits for an exited one, and no child acts as a rank."""
 
 import atexit
 import os
@@ -11,23 +11,23 @@ from weakref import WeakSet
 
 from multibn.communicators.diagnostics import uncaught
 
-_GLOO_SECONDS = 0.2  # on an idle machine 0.002 is enough
+_GLOO_SECONDS = 0.2  # 0.002 is enough on an idle machine
 
 watched_channels: WeakSet[Any] = WeakSet()  # the `Channel`s whose ranks may wait for this process
-# In a forked child: the parent's default group of torch, and "mpi" if that had been initialised.
+# In a forked child: torch's default process group of the parent, and "mpi" if MPI was initialized.
 inherited: set[object] = set()
 
 
 def watch(channel: Any) -> None:
-    """Tell the other ranks of a channel when this process ends."""
+    """Notify the other ranks of a channel when this process ends."""
     _leave_at_exit()
     watched_channels.add(channel)
 
 
 @cache
 def _leave_at_exit() -> None:
-    # At the first use, after the library that moves bytes has registered its own handler: handlers
-    # run last in, first out, so that this one runs while the library still works.
+    # Register at the first use, after the transport's library has registered its own handler.
+    # Handlers run last in, first out, so this one runs while the library still works.
     atexit.register(_leave)
 
 
@@ -47,14 +47,14 @@ def _leave() -> None:
 def release_gil_at_exit() -> None:
     """Release the GIL for a moment at exit: gloo's threads may still have tensors to free.
 
-    Before Python 3.14, the ending interpreter unwinds a thread that asks for the GIL. C++ treats
-    this as an error, and aborts the process after its work is done.
+    Before Python 3.14, an interpreter that shuts down unwinds a thread that requests the GIL. For
+    C++ this is an error, and the process aborts although its work is done.
     """
     atexit.register(time.sleep, _GLOO_SECONDS)
 
 
 def after_fork(function: Callable[[], object]) -> None:
-    """Call `function` in each forked child of this process, where the system has forks."""
+    """Call `function` in each forked child of this process, if the system can fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 

@@ -1,6 +1,6 @@
-"""The comparison in a layer's first message: all ranks have come to the same layer of one model.
+"""The handshake in a layer's first message: are all ranks in the same layer of the same model?
 
-The first message compares the layers' names, widths and options, and the versions of this package.
+It compares the layers' names, numbers of channels and options, and the versions of multibn.
 """
 
 from typing import Any, NoReturn
@@ -22,10 +22,10 @@ from multibn.communicators.diagnostics import (
 
 
 def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str, int]:
-    """Return the layer's name and number among these ranks.
+    """Return the layer's name and number, which are the same on all ranks of the group.
 
-    Layers are numbered by their first messages. Collective where the layer has not compared itself
-    with so many channels.
+    Layers are numbered in the order of their first messages. Collective if the layer has not been
+    compared with this number of channels before.
     """
     channel = group.channel
     compared: Compared = channel.compared if layer.is_function else layer.compared
@@ -51,8 +51,8 @@ def all_ranks_agree(
 ) -> tuple[bool, float]:
     """Return whether all ranks pass the same `facts`, and the sum of their `mark`s.
 
-    Raises on all ranks if some are in messages of another `kind`, a layer's for example. `text` is
-    for error messages. Collective: one allreduce.
+    Raises on all ranks if some send a message of a different `kind`, a layer's for example. `text`
+    is the place that error messages name. Collective: one allreduce.
     """
     group = resolved(communicator)
     if group.size == 1:
@@ -92,9 +92,9 @@ def raise_unless_compatible(name: str, group: Any, options: dict[str, str]) -> s
 
 
 def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
-    """Compare where the ranks are after a message of a layer's phase, and raise on all. Collective.
+    """Compare the ranks' places after a message whose heads differ, and raise on all. Collective.
 
-    `head` is the sum of heads, from which a refusal is known; all ranks see the same.
+    `head` is the sum of the heads, which also shows whether a rank rejected its input.
     """
     layer = phase.layer
     check_kinds(group, "layer", str(phase), head)
@@ -104,8 +104,8 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
     if len({*places}) == 1:
         raise_unless_compatible(layer.name, group, phase.texts)
         if len({*gradients}) == 1:
-            own = getattr(group, "native", group)
-            raise_for_sum(own, f"other numbers in {phase}, where all ranks are")
+            native = getattr(group, "native", group)
+            raise_for_sum(native, f"a different sum in {phase}, where all ranks are")
         log_and_raise(
             RuntimeError,
             "the ranks differ in whether a backward pass may follow: "

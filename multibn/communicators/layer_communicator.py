@@ -1,9 +1,10 @@
-"""The messages of one layer, which tell whether all ranks are in the same layer.
+"""The messages of one layer, which check that all ranks are in the same layer.
 
-The sum of messages of different layers is silently wrong if their lengths match; if not, the
-transport ends the process. So a layer's first message compares the layers (see `handshake`),
-and the head of each later one has a fingerprint of what the rank is doing (see `multibn.wire`). All
-ranks see the same sum of heads, so that all of them turn to ask each other in the same moment.
+Otherwise the sum of different layers' messages would be silently wrong if their lengths match; if
+not, the transport would end the process. So a layer's first message compares the layers (see
+`handshake`). The head of each later message has a fingerprint of the rank's place (see
+`multibn.wire`). All ranks see the same sum of heads, and compare their places in the same call if
+that sum is unexpected.
 """
 
 import sys
@@ -31,17 +32,17 @@ from multibn.communicators.diagnostics import (
 from multibn.communicators.handshake import handshake, raise_for_mismatch
 from multibn.wire import Message
 
-MOST_PLANS = 64  # of a layer: more are made anew in time
+MOST_PLANS = 64  # plans that a layer caches; then its cache is cleared
 
 
 class LayerCommunicator(Forwarding):
     """A communicator as one layer uses it.
 
-    `find_name` returns the name of the layer, `options` what else must be equal on all ranks; both
-    are called when the layer first communicates. `detail` describes a message of so many channels
-    further, and ranks compare the descriptions. `check_options` raises for options that were set to
-    wrong values; whoever makes a plan calls it. Copies of a layer share `compared`, and so go on in
-    its place on any rank. A function's communicator lasts as long as a call.
+    `find_name` returns the name of the layer, and `options` what else must be equal on all ranks.
+    Both are called when the layer first communicates. `detail` returns a further description for a
+    number of channels, which the ranks also compare. `check_options` raises if an option is
+    invalid; it is called before a plan is made. Copies of a layer share `compared`, so that one
+    rank may use a copy and the others the original. A function has a new communicator in each call.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LayerCommunicator(Forwarding):
         self.compared: Compared = {} if compared is None else compared
         self._find_name = find_name
         self.phases: dict[tuple[str, Any, bool, bool, int], LayerPhase] = {}
-        # The plans of the layer's steps, by all in which steps may differ: `multibn.engine.plan`.
+        # The layer's plans (`multibn.engine.plan`), by everything on which a plan depends.
         self.plans: dict[Any, Any] = {}
         self._elsewhere: dict[Communicator, LayerCommunicator] = {}
 
@@ -76,11 +77,11 @@ class LayerCommunicator(Forwarding):
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """The options when they were last looked at, for messages."""
+        """Each option as "name=value" text, cached until `look_at_options`."""
         return {name: f"{name}={value}" for name, value in self.options().items()}
 
     def look_at_options(self) -> None:
-        """Make plans for the options of this moment, which the next messages compare."""
+        """Read the options again, and drop all plans if one has changed. Later messages compare."""
         before = vars(self).pop("texts", None)
         if before is not None and self.texts != before:
             self.plans = {}
@@ -89,7 +90,7 @@ class LayerCommunicator(Forwarding):
         return self.communicator
 
     def for_group(self, communicator: Communicator) -> "LayerCommunicator":
-        """The same layer's messages over other processes."""
+        """Return the communicator of the same layer over different processes."""
         if communicator not in self._elsewhere:
             names = "options", "detail", "compared", "check_options", "is_function"
             alike: Any = {name: getattr(self, name) for name in names}
@@ -99,7 +100,7 @@ class LayerCommunicator(Forwarding):
         return self._elsewhere[communicator]
 
     def cache_plan(self, key: object, plan: Any) -> None:
-        """Keep a plan for later steps; forget all of them where a layer meets ever new inputs."""
+        """Keep a plan for later steps. Clear the cache first if it is full."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         self.plans[key] = plan
@@ -119,9 +120,9 @@ class LayerCommunicator(Forwarding):
     ) -> "LayerPhase":
         """Return the communicator for messages of `n` numbers for activations of `dtype`.
 
-        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's. Where
-        options are new, calls are counted on. A group that sums on GPUs alone compares layers on
-        that of `like`. Collective at the first call for a group of ranks, which may be new.
+        `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's. New
+        options do not restart the count of calls. A group without a CPU backend compares layers on
+        the GPU of `like`. Collective in the first call with these arguments for each group.
         """
         key = phase, dtype, needs_gradient, finetune, n
         group = resolved(self)
@@ -132,7 +133,7 @@ class LayerCommunicator(Forwarding):
 
 
 def for_phase(communicator: Communicator, phase: str, dtype: Any, n: int, /) -> Communicator:
-    """`LayerCommunicator.for_phase` of a layer's communicator; any other communicator as it is."""
+    """Call `for_phase` of a layer's communicator; return any other communicator unchanged."""
     if isinstance(communicator, LayerCommunicator):
         return communicator.for_phase(phase, dtype, n)
     return communicator
@@ -144,11 +145,11 @@ def reject_input(
     num_channels: int | None = None,
     like: Any = None,
 ) -> None:
-    """Join the other ranks' message with a rejection, so that they learn that this rank cannot.
+    """Join the other ranks' message with a rejection, so that they raise instead of waiting.
 
-    For a rank that finds its input to be invalid, before it raises its own `error`, which becomes a
-    line on stderr: without it the other ranks would wait for this one. Collective. On a GPU,
-    `num_channels` and `like` say which message of a layer the others send.
+    Call it on a rank whose input is invalid, before this rank raises its `error`, which is also
+    logged to stderr. Collective. For messages on a GPU, `num_channels` and `like` determine the
+    length and the device of the message that the other ranks send.
     """
     if communicator.size == 1:
         return
@@ -166,11 +167,11 @@ def reject_input(
 class LayerPhase(Forwarding):
     """A layer's communicator in one phase, for messages of one length.
 
-    The constructor computes the head of the messages. It is collective if the ranks have not
-    compared their layers.
+    The constructor computes the head of the messages. The constructor is collective if the ranks
+    have not compared their layers.
     """
 
-    _payload: HostArray | None = None  # memory of the channel's; None for one process
+    _payload: HostArray | None = None  # the channel's memory; None for one process
 
     def __init__(
         self, layer: LayerCommunicator, group: Any, key: tuple[str, Any, bool, bool, int], like: Any
@@ -178,23 +179,23 @@ class LayerPhase(Forwarding):
         phase, dtype, needs_gradient, finetune, n = key
         self.layer, self.texts = layer, layer.texts
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
-        self.kind = self.dtype + ", finetune=True" * bool(finetune)  # of messages that may meet
+        self.kind = self.dtype + ", finetune=True" * bool(finetune)  # equal in matching messages
         self.gradients = "with gradients" if needs_gradient else "without gradients"
         self._num_numbers, self._in_message = n, slice(wire.HEAD, wire.HEAD + n)
         before = layer.phases.get(key)
         self._calls: list[int] = before._calls if before and before.is_over(group) else [0]
-        self._latest = proxy(self)  # whose text is that of the latest call; keeps no layer alive
+        self._latest = proxy(self)  # str() names the latest call; a proxy keeps no layer alive
         self._group = group
         self._channel: Any = getattr(group, "channel", None)
-        # A message's memory is nobody else's.
+        # In place if possible: nothing else uses the memory of a GPU message.
         self._reduce = getattr(group, "allreduce_in_place", group.allreduce)
         self._size = int(group.size)
         if self._size == 1:
             return
         head = self._handshake(like)
-        # NumPy takes 1.2 us to copy a few numbers, memoryviews 0.1.
+        # A memoryview, since NumPy takes 1.2 us to copy a few numbers, and a memoryview 0.1 us.
         self._sent_head = np.array(head).data
-        # What all ranks together send, if each sends the same.
+        # The sum of the heads if all ranks send the same head.
         self._expected = [self._size * v for v in head]
         self._expected_head = np.array(self._expected).data
         self._watchdog = group.channel.watchdog
@@ -208,23 +209,24 @@ class LayerPhase(Forwarding):
         return self._group
 
     def buffer(self) -> HostArray:
-        """Memory for the payload, which `allreduce` sends without a copy."""
+        """Return memory for the payload, which `allreduce` sends without a copy."""
         return np.empty(self._num_numbers) if self._payload is None else self._payload
 
     def reduces_on_device(self, x: Array, /) -> bool:
-        """Whether messages like `x` are summed on its device, and go through no host memory."""
+        """Whether messages like `x` are summed on their device, without a copy in host memory."""
         return self._size > 1 and bool(self._group.reduces_on_device(x))
 
     def message(self, like: Array) -> Message:
-        """Memory for a message on the torch GPU of `like`, where `reduces_on_device(like)`."""
+        """Return memory for a message on the GPU of `like`, if `reduces_on_device(like)`."""
         float64 = sys.modules["torch"].float64
         return Message(like.new_empty(self._length(), dtype=float64), self._fingerprint)
 
     def allreduce(self, x: Array | Message, /, *, copied: bool = False) -> Array:
         """Sum a payload; raise on all ranks if the ranks are in different places.
 
-        Memory that `buffer` returned is summed in place, and stays valid until the next message; so
-        is a `message`, whose memory is its own, and is kept for a while unless it is `copied`.
+        Memory that `buffer` returned is summed in place, and is valid until the next message. A
+        `message` is also summed in place, and kept until its check. For compiled code, pass
+        `copied=True`: the message is copied to the host at once, and only the copy is kept.
         """
         self._calls[0] += 1
         if type(x) is Message:
@@ -238,10 +240,10 @@ class LayerPhase(Forwarding):
         return x
 
     def _allreduce_other(self, x: Array, copied: bool) -> Array:
-        """Sum a payload that does not stand in the channel's memory."""
+        """Sum a payload that is not in the channel's memory."""
         if self._size == 1:
             is_ours = self._channel is not None or type(self._group) is SingleProcess
-            return x if is_ours else self._group.allreduce(x)  # a user's own may do anything
+            return x if is_ours else self._group.allreduce(x)  # a user's class may do anything
         if self._group.reduces_on_device(x):
             empty = np.zeros(self._length())
             empty[: wire.HEAD] = self._sent_head
@@ -252,15 +254,15 @@ class LayerPhase(Forwarding):
         payload = self.buffer()
         payload[:] = to_host(x)
         self.allreduce(payload)
-        if not is_on_host(x) and self.name == "forward":  # the caller looks at no numbers on a GPU
+        if not is_on_host(x) and self.name == "forward":  # the caller checks no numbers on a GPU
             nonfinite.raise_if_nonfinite(self, self.dtype, payload)
         return from_host(payload.copy(), x)
 
     def send_refusal(self, like: Any) -> None:
-        """Take part in the others' message on a GPU, as a rank that refuses its input."""
+        """Join the other ranks' message on a GPU with a rejection, so that all of them raise."""
         self._calls[0] += 1
         mark = wire.rank_bit(self.rank)
-        numbers = np.full(self._length(), mark)  # the others' statistics are NaN, not wrong
+        numbers = np.full(self._length(), mark)  # turns the other ranks' statistics into NaN
         numbers[: wire.HEAD] = wire.head(mark)
         self._on_device(from_host(numbers, like), self._group.allreduce, copied=False)
 
@@ -268,7 +270,7 @@ class LayerPhase(Forwarding):
         return self._call(self._calls[0])
 
     def _call(self, number: int) -> str:
-        """A call of the layer, for messages."""
+        """Return the text that names a call of the layer in error messages."""
         return f"{display_name(self.layer.name)} ({self.name}, {self.kind}, call {number})"
 
     def _handshake(self, like: Any) -> list[float]:
@@ -279,20 +281,20 @@ class LayerPhase(Forwarding):
         call = self._call(self._calls[0] + 1)
         with on_device_of(like):
             name, number = handshake(layer, self._group, channels, call)
-        # Details for messages if the names of the layers agree.
+        # Details for error messages if the layers have the same name.
         self.facts = self.gradients, width, f"{width}, layer {number} by the first call"
         self.place = f"{name} {self.name}: {self.facts[-1]} {self.kind}"
         facts = f"{self.place} {self.gradients}"
-        if self.name == "forward":  # the options of a backward message are those before it
+        if self.name == "forward":  # a backward message has the options of its forward message
             facts += f" {self.texts}"
         self._fingerprint = wire.fingerprint(facts)
         return wire.head(self._fingerprint)
 
     def _length(self) -> int:
-        """How many numbers a message on a GPU has.
+        """Return the length of a message on a GPU.
 
-        Messages of unlike lengths would meet in the transport. Zeros make every message as long as
-        the longest that the ranks have agreed on.
+        Messages of different layers must have equal lengths, because NCCL does not check them. So
+        zeros pad every message to the longest one that the ranks have agreed on.
         """
         return max(self._channel.longest, self._in_message.stop)
 
@@ -308,9 +310,9 @@ class LayerPhase(Forwarding):
         return summed[self._in_message]
 
     def check(self, number: int, summed: HostArray) -> None:
-        """Raise on all ranks unless the messages that a GPU has summed in a call belong together.
+        """Raise on all ranks if the messages of an earlier call, summed on a GPU, do not match.
 
-        The ranks have gone on since, and may be in the same layer again.
+        `number` is the call's. The layer may have been called again since.
         """
         call, head = self._call(number), summed[: wire.HEAD].tolist()
         if wire.is_refused(head):

@@ -1,4 +1,4 @@
-"""What all ranks do if one rank's batch is rejected or not finite: raise, or skip it."""
+"""Raise on all ranks, or skip the batch on all ranks, if one rank's batch is not finite."""
 
 import math
 import time
@@ -12,18 +12,18 @@ from multibn.communicators.handshake import all_ranks_agree
 
 
 def layer_of(communicator: Any) -> Any:
-    """The `LayerCommunicator` of the layer that uses the communicator, or None."""
+    """Return the `LayerCommunicator` behind a layer's communicator; None for any other."""
     return getattr(communicator, "layer", None)
 
 
 def name_of(communicator: Any, /) -> str:
-    """The name of the layer that uses the communicator, for messages."""
+    """Return the name, for error messages, of the layer that uses the communicator."""
     layer = layer_of(communicator)
     return "a layer" if layer is None else display_name(layer.name)
 
 
 def skips(communicator: Any, dtype: Any, /) -> bool:
-    """Whether a layer skips a batch that is not finite; `dtype` is what the message announces."""
+    """Whether a layer skips a batch that is not finite; `dtype` is the dtype of the activations."""
     layer = layer_of(communicator)
     if layer is None:
         return False
@@ -32,16 +32,17 @@ def skips(communicator: Any, dtype: Any, /) -> bool:
     return nonfinite == "skip" or (is_float16 and nonfinite is None)
 
 
-_SECONDS_BETWEEN_WARNINGS = 1.0  # the layers after one that has skipped a batch skip it, too
+_SECONDS_BETWEEN_WARNINGS = 1.0  # the layers after a skip also skip the batch
 _warned_at = -math.inf
 
 
 def raise_if_nonfinite(
     communicator: Any, dtype: Any, summed: HostArray, /, earlier: object = None
 ) -> None:
-    """Raise if a sum of payloads, perhaps of an `earlier` call, shows a batch that is not finite.
+    """Raise if a sum of payloads shows that a rank's batch is not finite.
 
-    If the batch is to be skipped, warn once a second.
+    If the layer skips such batches, warn instead, at most once a second. `earlier` names the call
+    if the payloads are of an earlier one.
     """
     global _warned_at
     marks = wire.rank_bits_in(summed)
@@ -71,8 +72,8 @@ def raise_if_nonfinite(
 def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
     """Raise on all ranks if the gradient of a layer's output has NaN on any of them.
 
-    Without this, the gradient of the input is NaN on all ranks, and nobody is told where NaN came
-    in. Collective, and no message of a layer: for debugging, on all ranks or on none.
+    Otherwise the gradient of the input is NaN on all ranks, and nothing shows which rank caused it.
+    Collective, with a message of its own: a debugging aid to enable on all ranks or on none.
     """
     where = f"the gradient of the output of {name_of(communicator)}"
     own = wire.rank_bit(communicator.rank) if has_nan else 0.0

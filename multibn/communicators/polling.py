@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
-# Waits so many seconds at most, and says whether the collective is done.
+# Waits at most the given seconds, and returns whether the collective is done.
 Poll: TypeAlias = Callable[[float], bool]
 
 _offer_core = getattr(os, "sched_yield", partial(time.sleep, 0))
@@ -20,10 +20,10 @@ def poll(
     spin_seconds: float = 0.0,
     longest: float = 1e-3,
 ) -> bool:
-    """Whether `condition` becomes true within that time; asks ever less often.
+    """Return whether `condition` becomes true within `seconds`; poll less and less often.
 
-    Calls sched_yield for the first `spin_seconds` since the wait has `begun` (default: now), then
-    sleeps for a twentieth of the time waited so far, so that waking late costs little.
+    Call sched_yield between polls until `spin_seconds` after the time `begun` (default: now). Then
+    sleep for a twentieth of the time waited so far, so that waking late costs little.
     """
     start = time.monotonic()
     while not condition():
@@ -39,22 +39,22 @@ def poll(
 
 
 def wait_for_key(store: Any, key: str) -> Poll:
-    """Waits for a key of a store of torch.distributed."""
+    """Return a function that waits for a key of a torch.distributed store."""
     return partial(poll, lambda: store.check([key]), begun=time.monotonic(), longest=0.1)
 
 
 def barrier(store: Any, size: int) -> Poll:
-    """Barrier over a store: register this rank, then wait for all. Once in each prefix."""
-    # One key says that all have come, and not as many as there are ranks.
+    """Register this rank in a store; return a function that waits for all. Once per prefix."""
+    # All ranks wait for one key, which the last rank sets, instead of one key per rank.
     if store.add("number of ranks", 1) == size:
         store.set("all ranks", "")
     return wait_for_key(store, "all ranks")
 
 
 def chain(steps: Iterator[Poll | None]) -> Poll:
-    """Begin the first of several steps; wait for that one, begin the next, and so on.
+    """Return a function that waits for several steps in turn, each begun after the one before.
 
-    A step is None where nothing is to be waited for.
+    The first step begins at once. A step is None if it is already done.
     """
 
     def begin_next() -> Poll | None:

@@ -1,4 +1,4 @@
-"""Which communicator an object stands for: `as_communicator`, and `Group` for a part of one."""
+"""Turn objects into communicators (`as_communicator`), and split communicators (`Group`)."""
 
 import sys
 import weakref
@@ -48,7 +48,7 @@ else:  # no framework is imported to name its classes
         """
 
 
-# The library and the name of an object's class, and the file and class that wrap such an object.
+# Maps (library, class name) of a user's object to (file, class) of the communicator that wraps it.
 _TORCH = "torch_distributed", "TorchDistributed"
 _WRAPPERS = {
     ("chainermn", "CommunicatorBase"): ("chainermn", "ChainerMN"),
@@ -61,10 +61,11 @@ _LOCAL = SingleProcess()
 
 
 class DefaultCommunicator(Forwarding):
-    """torch's default process group where one is initialised, else this process alone.
+    """torch's default process group if one is initialized; otherwise this process alone.
 
-    Looked up at each use, so that a layer may be built, or loaded, before the group. If there is no
-    group although a launcher started several processes, the first use warns.
+    The group is looked up at each use, so a layer may be built or loaded before
+    `init_process_group`. If a launcher started several processes and there is no group, the first
+    use warns.
 
     Examples
     --------
@@ -91,23 +92,23 @@ class DefaultCommunicator(Forwarding):
 
 
 def default_group() -> object:
-    """The default process group of torch, or None."""
-    # Without the attribute where torch was built without torch.distributed.
+    """Return torch's default process group, or None."""
+    # The attribute is missing if torch was built without distributed support.
     group = getattr(sys.modules.get("torch.distributed"), "group", None)
     return None if group is None else group.WORLD
 
 
 class World:
-    """The groups under one default process group of torch; with another, all are found anew."""
+    """The groups under one default process group; a different default group gets a new `World`."""
 
     def __init__(self, group: object) -> None:
-        # A destroyed group, its threads and its connections can end.
+        # Weak, so that a destroyed group can release its threads and connections.
         self.group: Callable[[], object] = weakref.ref(group) if group else lambda: None
         self.resolved: dict[object, tuple[Communicator, Communicator]] = {}  # see `Group`
-        self.channels: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()  # by process groups
-        # Groups made here, by their sorted ranks: torch gives a group no other order.
+        self.channels: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()  # by process group
+        # Groups made by multibn, by their sorted ranks, which is the order in torch.
         self.made: MutableMapping[tuple[int, ...], Any] = weakref.WeakValueDictionary()
-        # The keys of groups that all ranks of the default group have made together.
+        # Keys of the groups that all ranks of the default group have created together.
         self.split: set[tuple[int, ...]] = set()
 
 
@@ -115,7 +116,7 @@ _world = World(None)
 
 
 def world() -> World:
-    """The groups under the present default process group."""
+    """Return the groups under the current default process group."""
     global _world
     group = default_group()
     if _world.group() is not group:
@@ -124,13 +125,13 @@ def world() -> World:
 
 
 def _wrapped(file: str, name: str, obj: Any = None) -> Communicator:
-    # By name: no library need be installed.
+    # Import by name, so that no library has to be installed.
     wrapper = getattr(import_module(f"multibn.communicators.transports.{file}"), name)
     return cast(Communicator, wrapper(obj))
 
 
-# The groups of this process whose parents are not torch's, by the identity of the parent and the
-# spec, with a reference to the parent, so that no other object gets its id.
+# Maps (identity of the parent, spec) to (group, parent) for parents that are not torch's. The
+# reference to the parent keeps its id from being reused.
 _resolved: dict[object, tuple[Communicator, Communicator]] = {}
 _default_of_torch = cache(partial(_wrapped, *_TORCH))
 _default = DefaultCommunicator()
@@ -144,10 +145,10 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     obj
         One of
 
-        - None: torch's default process group if one is initialised when the communicator is used,
-          else this process alone;
-        - `"machine"` or an int k: the ranks of the former that are on this machine, or k
-          consecutive ones, see `Group`;
+        - None: torch's default process group if one is initialized when the communicator is used;
+          otherwise this process alone;
+        - `"machine"` or an int k: of the ranks of None, those on this machine, or k consecutive
+          ones; see `Group`;
         - a torch ProcessGroup or one-dimensional DeviceMesh, an mpi4py Comm, a ChainerMN
           communicator;
         - a `Communicator`, which is returned as it is.
@@ -173,7 +174,7 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
         return _default
     if isinstance(obj, Handle):  # before anything reads the rank, which may be collective
         return cast(Communicator, obj)
-    # Without importing a library.
+    # The checks below import no library.
     if is_outsiders_marker(obj):
         return Outside(obj)
     for cls in type(obj).__mro__:
@@ -181,7 +182,7 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
             return _wrapped(*wrapper, obj)
     if _is_spec(obj):
         return Group(None, obj)
-    # Looked up without a call: reading a property may be collective.
+    # `getattr_static` runs no property, which may be collective.
     has_methods = any(callable(getattr_static(obj, name, 0)) for name in ("rank", "size"))
     if not has_methods and isinstance(obj, Communicator) and not isinstance(obj, type):
         return obj
@@ -199,11 +200,10 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
 class Group(Forwarding):
     """The group of `parent`'s ranks that this process belongs to.
 
-    The first use, which may be a look at `rank` or `size`, is collective over `parent`: all of its
-    ranks must make it, with the same `spec`. Until then nothing is communicated, so that layers can
-    be built before the process group exists. Groups of the same `parent` and `spec` share one
-    communicator, however many layers have one. They are looked up again after torch's default
-    process group has been initialized again.
+    The first use, which may be reading `rank` or `size`, is collective over `parent`: all ranks of
+    `parent` must make it, with the same `spec`. Nothing is communicated before, so layers can be
+    built before the process group exists. Groups of the same `parent` and `spec` share one
+    communicator. They are looked up again after `init_process_group` has run again.
 
     Parameters
     ----------
@@ -211,15 +211,16 @@ class Group(Forwarding):
         Anything that `multibn.as_communicator` takes, another group included:
         `Group(Group(None, "machine"), 4)` are 4 consecutive ranks inside a machine.
     spec
-        `"machine"` for the ranks on the same machine; or an int k for k consecutive ranks, where k
-        must divide the number of `parent`'s ranks.
+        `"machine"` for the ranks on the same machine; or an int k for k consecutive ranks. The size
+        of `parent` must be divisible by k.
 
     Raises
     ------
     TypeError
         If `spec` is none of these, or `parent` is no communicator.
     ValueError
-        If `spec` is an int below 1. At each use, on all ranks, if k does not divide their number.
+        If `spec` is an int below 1. At each use, on all ranks, if `parent.size` is not divisible by
+        k.
 
     Examples
     --------
@@ -264,7 +265,8 @@ class Group(Forwarding):
             part = _consecutive(whole, spec) if isinstance(spec, int) else _on_same_machine(whole)
             table[self._key] = part, whole
         found, parent = table[self._key]
-        # This object's own parent: the process group of the table's may have been destroyed.
+        # Return this object's parent: the process group of the parent in the table, although
+        # identical, may have been destroyed.
         return self.parent if found is parent else found
 
 
@@ -275,7 +277,7 @@ def _is_spec(obj: Any) -> bool:
 
 
 _OF_LISTS = (
-    " For a list of ranks, pass torch.distributed.new_group(ranks), or of mpi4py "
+    " For a list of ranks, pass torch.distributed.new_group(ranks), or with mpi4py "
     "comm.Create_group(comm.group.Incl(ranks))."
 )
 

@@ -1,8 +1,8 @@
 """Wait for the other ranks with a deadline, and report which ranks are missing.
 
-After half a second of waiting, a rank publishes in which call it is, and reads the status of the
-others. If one of them has left, the error comes at once. After 20 s the rank logs to stderr which
-ranks it is waiting for. Nothing is sent while all ranks come in time.
+After waiting for half a second, a rank publishes its current call, and reads the status of the
+other ranks. If one of them has left or failed, the waiting rank raises at once. After 20 s, it logs
+to stderr which ranks it is waiting for. If all ranks arrive in time, no status is sent.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from multibn._platform import pid_space, process_state, this_machine
 from multibn.communicators.diagnostics import log_to_stderr
 from multibn.communicators.polling import Poll
 
-SECONDS_UNTIL_STATUS = 0.5  # of waiting, before a rank publishes its status
-_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
-SECONDS_UNTIL_LOG = 20.0  # of waiting, before a line on stderr
-_FIND_LOST_SECONDS = 0.5  # to find out which rank was lost; another one may have seen its end
-_MAX_RANKS_LISTED = 8  # ranks in an error
+SECONDS_UNTIL_STATUS = 0.5  # of waiting, until a rank publishes its status
+_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two reads of the board; doubles
+SECONDS_UNTIL_LOG = 20.0  # of waiting, until a rank logs a line to stderr
+_FIND_LOST_SECONDS = 0.5  # for finding out which rank was lost, perhaps from other ranks
+_MAX_RANKS_LISTED = 8  # in an error
 _LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
 
-_ENDED = "its program has ended by "
+_ENDED = "its program ended with "
 _RESTART = (
     "Restart all ranks. Without a restart, in a notebook for example: with torch.distributed, call "
     "destroy_process_group() and init_process_group() with a new store, init_method='file://' and "
@@ -34,27 +34,27 @@ _RESTART = (
 
 
 class Status(NamedTuple):
-    """A rank's status as published to the others; JSON can hold it."""
+    """A rank's status, as published to the other ranks in JSON."""
 
-    state: str  # "waits", "looks" for a lost rank, "failed" or "left"
-    completed: int  # how many collectives the rank has completed
+    state: str  # "waits", "looks" (for a lost rank), "failed" or "left"
+    completed: int  # number of collectives that the rank has completed
     text: str  # where the rank waits, or what went wrong
 
 
 class StatusBoard(Protocol):
-    """Where ranks leave notices for each other; never blocks for long."""
+    """Passes status notices between ranks, without blocking for long."""
 
     def publish(self, notice: Status, /) -> None:
-        """Leave the latest notice of this rank."""
+        """Publish this rank's status, which replaces the one before."""
 
     def read(self) -> dict[int, Status]:
-        """The latest notice of each other rank that has left one."""
+        """Return the latest status of each other rank that has published one."""
 
 
 class RankLostError(RuntimeError):
-    """The transport has found that a rank is gone: its process has ended, or it `has_left`.
+    """The transport has detected that a rank's process has ended, or that the rank `has_left`.
 
-    A rank that has left has let go of the group in order, while this one waits for its message.
+    A rank that has left has closed the group properly, while this rank still waits for a message.
     """
 
     def __init__(self, rank: int, *, has_left: bool = False) -> None:
@@ -64,23 +64,23 @@ class RankLostError(RuntimeError):
 
 
 class Watchdog:
-    """The collectives over a `Transport`, as one rank sees them."""
+    """Runs this rank's collectives over a `Transport`, with deadlines and status notices."""
 
     def __init__(self, transport: Any) -> None:
         self.transport = transport
         self.timeout = check_timeout()
-        # How many collectives this rank has completed. A collective needs every rank, so the other
-        # ranks are at most one ahead or behind.
+        # Number of collectives that this rank has completed. A collective needs every rank, so the
+        # other ranks are at most one ahead or behind.
         self.completed = 0
-        # The message of the first error: no later collective can be trusted.
+        # The message of the first error. It makes every later collective raise.
         self.failure: str | None = None
         self._peers: list[tuple[str, str, int]] = []  # machine, pid_space and pid of each rank
-        self.token = ""  # of this group of this run, equal on all ranks
-        self._last: object = "the meeting of the group"  # str() gives the text
+        self.token = ""  # identifies this group in this run; equal on all ranks
+        self._last: object = "the rendezvous of the group"  # str() gives the text
         self._last_at = time.monotonic()
 
     def exchange_pids(self, allgather: Callable[[Any], list[Any]]) -> None:
-        """Learn every rank's process. Collective."""
+        """Exchange process ids, and agree on the token. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
         self._peers, self.token = [(*each[1:],) for each in told], told[0][0]
 
@@ -89,9 +89,9 @@ class Watchdog:
 
         `str(text)` says where this rank is; it is computed only if a message needs it. Raises
         TimeoutError at the deadline, ConnectionError if a rank was lost or has left, and
-        RuntimeError if another rank has failed, or after an earlier failure. An exception of
-        another kind, KeyboardInterrupt for example, is a failure too: the message stays under way,
-        and later ones would meet it.
+        RuntimeError if another rank has failed, or after an earlier failure. Any other
+        exception, KeyboardInterrupt for example, is a failure, too: the message stays pending, and
+        would be confused with later ones.
         """
         if self.failure is not None:
             raise RuntimeError(
@@ -106,23 +106,23 @@ class Watchdog:
             self._last, self._last_at = text, time.monotonic()
         except BaseException as error:
             if self.failure is None:
-                # A user's own class has no board, and its own words.
+                # Without a board, the error is that of a user's class, and is left as it is.
                 if isinstance(error, RuntimeError) and self.transport.board is not None:
                     self._lost(str(text), error)
                 self._note_failure(
                     f"rank {self.transport.rank} was interrupted in {text} by "
-                    f"{type(error).__name__}, and the message is still under way. {_RESTART}"
+                    f"{type(error).__name__}, and the message is still pending. {_RESTART}"
                 )
             raise
 
     def close(self, error: BaseException | None) -> None:
-        """Publish that this process ends, by an `error` or normally."""
+        """Publish that this process exits, normally or with an `error`."""
         if self.failure is None and self.transport.board is not None:
             if error is None or isinstance(error, SystemExit):
                 self._publish("left", self._last_text())
             else:
                 first, *more = f"{type(error).__name__}: {error}".splitlines()
-                # The last of several lines has the cause, of an error in a DataLoader's worker.
+                # The last line of an error of a DataLoader worker names the cause.
                 said = f"{first} ... {more[-1]}" if more else first
                 for rank, notice in self._read().items():
                     if notice.state == "failed" and not notice.text.startswith(_ENDED):
@@ -150,9 +150,9 @@ class Watchdog:
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Status]:
-        """Status of the ranks in the same collective, and of ranks that have left or failed.
+        """Return the status of the ranks that wait in this collective, have left it, or failed.
 
-        A rank that has failed may be one collective behind: its message was under way already.
+        A failed rank may be one collective behind, if it failed after it had sent its message.
         """
         return {
             r: n
@@ -164,7 +164,7 @@ class Watchdog:
         return self.transport.board.read() if self.transport.board is not None else {}
 
     def _check_for_end(self, text: str, notices: dict[int, Status]) -> None:
-        """Raise if a rank will not come, because it has left or has failed."""
+        """Raise if a rank has left or failed, and so will not take part."""
         if left := [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
                 ConnectionError,
@@ -174,14 +174,14 @@ class Watchdog:
             )
         for rank, notice in notices.items():
             if notice.state == "failed":
-                # The rank may have heard of another one's failure itself.
+                # The notice may itself report the failure of a third rank.
                 told = notice.text.startswith("rank ") and " has failed: " in notice.text
                 self._fail(
                     RuntimeError, notice.text if told else f"rank {rank} has failed: {notice.text}"
                 )
 
     def look(self, text: str) -> dict[int, Status]:
-        """The others' notices; raises if one of them says that its rank will not come."""
+        """Return the other ranks' notices; raise if one of these ranks has left or failed."""
         notices = self._notices()
         self._check_for_end(text, notices)
         return notices
@@ -211,18 +211,18 @@ class Watchdog:
         if getattr(error, "has_left", False):
             self._check_for_end(text, {r: n for r, n in self._notices().items() if r in gone})
             self._check_for_end(text, {gone[0]: Status("left", self.completed, "")})
-        # This process is alive and has only lost a connection: the others must not blame it.
+        # Publish that this rank is alive, so that the other ranks do not blame it.
         self._publish("looks", text)
         end = time.monotonic() + _FIND_LOST_SECONDS
         rank = self.transport.rank
         others = [r for r in range(self.transport.size) if r != rank]
         while not lost:
-            # A rank may break a connection before its process is seen to end, or say why it ended.
+            # A connection may break before the process ends, or before its notice arrives.
             notices = self._notices()
             self._check_for_end(text, {r: notices[r] for r in gone or notices if r in notices})
             states = {r: self._state(r) for r in others}
             lost = gone or [r for r in others if states[r] == "has ended"]
-            if not lost and time.monotonic() >= end:  # any rank that is not known to be alive
+            if not lost and time.monotonic() >= end:  # blame all not known to be alive
                 living = [r for r, n in self._read().items() if n.state == "looks"]
                 living += [r for r in others if states[r] == "is running"]
                 lost = [r for r in others if r not in living] or others
@@ -237,19 +237,19 @@ class Watchdog:
     def _fail(
         self, kind: type[Exception], message: str, more: str = "", cause: Any = None
     ) -> NoReturn:
-        """Raise an error; the other ranks and stderr get the `message` alone."""
+        """Raise an error of `message` and `more`; other ranks and stderr get only `message`."""
         self._note_failure(message)
-        self.failure = f"{message} {_RESTART}"  # for callers that have caught the error
+        self.failure = f"{message} {_RESTART}"  # for later calls, if the caller catches this error
         raise kind(f"{message} {more}".rstrip()) from cause
 
     def _note_failure(self, message: str) -> None:
         self.failure = message
-        # Before all else: a launcher that sees one process end stops the others at once.
+        # Log first: a launcher that sees another rank exit may kill this process at any time.
         log_to_stderr(message)
         self._publish("failed", message)
 
     def _describe(self, text: str, ranks: list[int], how: str = "") -> str:
-        # The text of a layer's phase is by now that of the call under way.
+        # A layer's phase is one object, whose text is already that of the current call.
         last = "the call before" if text == self._last_text() else self._last_text()
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {last}"
         if not self._peers:
@@ -264,10 +264,10 @@ class Watchdog:
         try:
             return str(self._last)
         except ReferenceError:
-            return "a layer that was deleted since"
+            return "a layer that has been deleted"
 
     def _state(self, rank: int) -> str:
-        """The state of a process of this machine, as the operating system knows it."""
+        """Return the state of a rank's process according to this machine's operating system."""
         if not self._peers or not Path("/proc/self/stat").exists():
             return "is not known"
         machine, space, pid = self._peers[rank]
@@ -284,7 +284,7 @@ def _some(ranks: list[int]) -> str:
 
 
 def check_timeout() -> float:
-    """MULTIBN_TIMEOUT in seconds, at most `_LONGEST`, or 300; raises unless it is positive."""
+    """Return MULTIBN_TIMEOUT in seconds: positive, 300 by default, and at most `_LONGEST`."""
     text = os.environ.get("MULTIBN_TIMEOUT", "300")
     with contextlib.suppress(ValueError):
         if float(text) > 0:

@@ -69,7 +69,7 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
     ],
 )
 def test_members_that_do_not_fit_are_named_on_all_ranks(wrong: Any, message: str) -> None:
-    start = "`rank`, `size` and `allreduce` of Own do not fit: the sum of "
+    start = "`rank`, `size` and `allreduce` of Own are inconsistent: the sum of "
     ones = np.ones(LENGTH)
 
     def work(world: ThreadCommunicator) -> None:
@@ -118,8 +118,8 @@ def test_a_later_sum_that_is_none_is_a_mistake_of_the_class_too() -> None:
     for error in run_ranks(2, work):
         assert re.fullmatch(
             r"`allreduce` of Own must return the sum over 2 ranks, an array like its "
-            r"argument: got other numbers in layer 0 \(forward, .*\), where all ranks are, on rank "
-            r"\d\. Correct this method\.",
+            r"argument: got a different sum in layer 0 \(forward, .*\), where all ranks are, on "
+            r"rank \d\. Correct this method\.",
             str(error),
         )
 

@@ -128,7 +128,7 @@ def test_a_word_or_a_number_names_a_group() -> None:
 
 def test_what_names_no_group_is_refused() -> None:
     of_lists = (
-        r" For a list of ranks, pass torch\.distributed\.new_group\(ranks\), or of mpi4py "
+        r" For a list of ranks, pass torch\.distributed\.new_group\(ranks\), or with mpi4py "
         r"comm\.Create_group\(comm\.group\.Incl\(ranks\)\)\.$"
     )
     cases: list[tuple[Any, type[Exception], str]] = [

@@ -97,9 +97,9 @@ _LEFT = (
             lambda watchdog: watchdog.close(RuntimeError("in a worker\nTrace\nValueError: shape")),
             _begin,
             RuntimeError,
-            "rank 1 has failed: its program has ended by RuntimeError: in a worker ... "
+            "rank 1 has failed: its program ended with RuntimeError: in a worker ... "
             "ValueError: shape",
-            id="its program has ended by an error",
+            id="its program ended with an error",
         ),
         pytest.param(
             lambda watchdog: watchdog.close(None),
@@ -119,7 +119,7 @@ _LEFT = (
             lambda watchdog: watchdog.close(KeyError("x")),
             _broken(RankLostError(1, has_left=True)),
             RuntimeError,
-            "rank 1 has failed: its program has ended by KeyError: 'x'",
+            "rank 1 has failed: its program ended with KeyError: 'x'",
             id="a transport has seen it leave, and it has said why",
         ),
         pytest.param(
@@ -196,9 +196,9 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
     assert re.fullmatch(
         r"rank 0 has waited 0\.7 s in layer1\.0\.bn1 \(forward, float32, call 7\) for rank\(s\) "
         rf"\[1\]: rank 1 \(machine \S+, pid {other.pid}\) {state}, last seen \d\.\d s ago in the "
-        r"meeting of the group\. Possible causes: on that rank the model is in eval\(\) \(Chainer: "
-        r"train=False\) or was not converted, and sends no messages; torch\.compile recompiles "
-        r"there; or rank 0 runs validation alone with a model that is not in eval\(\)\. To wait "
+        r"rendezvous of the group\. Possible causes: on that rank the model is in eval\(\) "
+        r"\(Chainer: train=False\) or was not converted, and sends no messages; torch\.compile "
+        r"recompiles there; or rank 0 runs validation alone with a model that is not in eval\(\)\. To wait "
         r"longer, set MULTIBN_TIMEOUT \(seconds\)\.",
         str(error),
     )
@@ -230,7 +230,7 @@ def test_who_ends_by_an_error_repeats_what_failed_on_others(
 ) -> None:
     """The error may be DistributedDataParallel's, of a connection that another rank has closed."""
     told = {1: Status("failed", 3, "rank 1 has waited 3 s")}
-    told[2] = Status("failed", 3, "its program has ended by TimeoutError: rank 2 has waited")
+    told[2] = Status("failed", 3, "its program ended with TimeoutError: rank 2 has waited")
     watchdog = _watchdog(0, 3, told)
     watchdog.close(RuntimeError("Connection closed by peer"))
     assert capfd.readouterr().err == "multibn: rank 1 has failed: rank 1 has waited 3 s\n"

@@ -1,1 +1,1 @@
-"""How bytes move between processes: one file for each library that moves them."""
+"""Transports: one file for each library that moves bytes between processes."""

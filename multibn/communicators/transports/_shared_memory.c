@@ -1,8 +1,8 @@
-/* What Python cannot do in memory that processes share: to wait there, in an order that holds on
-   every processor, and to add what they have left there. See shared_memory.py.
+/* Operations on shared memory that Python lacks: waiting, with the memory order that every processor
+   needs, and adding the ranks' slots. See shared_memory.py.
 
-   Addresses are numbers, as everywhere in multibn: CPython's limited API has buffers only since
-   3.11. */
+   Addresses are passed as ints, as everywhere in multibn: CPython's limited API has buffers only
+   since 3.11. */
 
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
@@ -18,16 +18,16 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Counts arrivals. The two numbers stand in cache lines of their own: every rank reads the first
-   without end while it waits. Both begin at 0, as new memory does. */
+/* Counts arrivals. The two numbers are in different cache lines, because waiting ranks keep reading
+   the first. Both begin at 0, like all new memory. */
 typedef struct {
     uint32_t arrived;
     char padding[124];
-    uint32_t sleepers; /* ranks that the last to arrive has to wake */
+    uint32_t sleepers; /* number of ranks that the last one to arrive must wake */
 } gate;
 
-#define SPINS 64         /* looks at the gate, 2 to 5 us, before a rank calls the kernel */
-#define LONGEST_NAP 0.05 /* seconds; after each, Python looks for signals */
+#define SPINS 64         /* reads of the gate (2 to 5 us) before a rank calls the kernel */
+#define LONGEST_NAP 0.05 /* seconds; after each nap, Python checks for signals */
 
 static double now(void) {
     struct timespec t;
@@ -43,18 +43,18 @@ static void rest(void) {
 #endif
 }
 
-/* The numbers wrap around: one may be ahead of another by 2**31. */
+/* The counts wrap around: their difference must stay below 2**31. */
 static int reached(uint32_t arrived, uint32_t goal) { return (int32_t)(arrived - goal) >= 0; }
 
 static int is_open(gate *g, uint32_t goal) {
     return reached(__atomic_load_n(&g->arrived, __ATOMIC_ACQUIRE), goal);
 }
 
-/* Returns when woken, by a signal, or after so many seconds, less than one. */
+/* Sleeps until woken, until a signal, or for `seconds`, which must be below 1. */
 static void nap(gate *g, uint32_t goal, double seconds) {
     struct timespec t = {0, (long)(1e9 * seconds)};
-    /* Sequentially consistent, as in `arrive`: a rank that comes last sees that this one sleeps,
-       or this one sees that the last has come. */
+    /* Sequentially consistent, as in `arrive`: either the last rank to arrive sees that this one
+       sleeps, or this one sees that arrival. */
     __atomic_add_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
     uint32_t arrived = __atomic_load_n(&g->arrived, __ATOMIC_SEQ_CST);
     if (!reached(arrived, goal))
@@ -62,7 +62,7 @@ static void nap(gate *g, uint32_t goal, double seconds) {
     __atomic_sub_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-/* The first `wanted` of `all` arguments, which are addresses and whole numbers; 0 after an error. */
+/* Converts the first `wanted` of `all` arguments, addresses or ints, to `found`; 0 on error. */
 static int numbers(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t all, Py_ssize_t wanted,
                    uintptr_t *found) {
     if (given != all) {
@@ -74,7 +74,7 @@ static int numbers(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t all,
     return !PyErr_Occurred();
 }
 
-/* Spin for a moment: whether the goal has been reached. */
+/* Spins for a few microseconds, and returns whether the goal has been reached. */
 static int comes_soon(gate *g, uint32_t goal) {
     for (int i = 0; i < SPINS; i++) {
         if (is_open(g, goal))
@@ -84,23 +84,24 @@ static int comes_soon(gate *g, uint32_t goal) {
     return 0;
 }
 
-/* arrive(gate, goal, to, source, nbytes): copy bytes, and count as arrived. The rank whose arrival
-   reaches the goal wakes those that sleep. Returns whether all come within some microseconds. */
+/* arrive(gate, goal, to, source, nbytes): copies bytes, then counts this rank as arrived. The rank
+   whose arrival reaches the goal wakes the sleeping ranks. Returns whether the goal is reached
+   within a few microseconds. */
 static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
     uintptr_t n[5];
     if (!numbers(arguments, given, 5, 5, n))
         return NULL;
     gate *g = (gate *)n[0];
     memcpy((void *)n[2], (void *)n[3], n[4]);
-    /* Releases the bytes above; the chain of arrivals carries those of all ranks to a reader. */
+    /* Releases the bytes above. A reader that acquires the last arrival sees the bytes of all. */
     uint32_t arrived = __atomic_add_fetch(&g->arrived, 1, __ATOMIC_SEQ_CST);
     if (arrived == (uint32_t)n[1] && __atomic_load_n(&g->sleepers, __ATOMIC_SEQ_CST))
         syscall(SYS_futex, &g->arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
     return PyBool_FromLong(comes_soon(g, (uint32_t)n[1]));
 }
 
-/* wait(gate, goal, seconds, yielding): whether the goal has been reached within that time. The
-   rank calls sched_yield for the first `yielding` seconds, then sleeps on the futex. */
+/* wait(gate, goal, seconds, yielding): returns whether the goal is reached within `seconds`. Calls
+   sched_yield for the first `yielding` seconds, then sleeps on the futex. */
 static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
     uintptr_t n[2];
     if (!numbers(arguments, given, 4, 2, n))
@@ -138,8 +139,8 @@ static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t 
     return PyBool_FromLong(done);
 }
 
-/* add(to, rows, stride, num_rows, n): the sum of rows of n float64 numbers, `stride` bytes apart, in
-   the order of the rows, so that all ranks get the same bits. */
+/* add(to, rows, stride, num_rows, n): sums rows of n float64 numbers, `stride` bytes apart, in the
+   order of the rows, so that all ranks get the same bits. */
 static PyObject *py_add(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
     uintptr_t n[5];
     if (!numbers(arguments, given, 5, 5, n))

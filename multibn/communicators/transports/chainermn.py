@@ -1,4 +1,4 @@
-"""Communicator over one of ChainerMN's, with its rules for the communication backend."""
+"""Communicator over a ChainerMN communicator, with ChainerMN's rules for the backend."""
 
 from typing import Any, Literal
 
@@ -11,17 +11,16 @@ from multibn.communicators.transports.mpi import MPI
 class ChainerMN(MPI):
     """The processes of a ChainerMN communicator.
 
-    Arrays in host memory travel as `MPI(comm.mpi_comm)` sends them, with its checks and deadlines;
-    CuPy's on a GPU by NCCL, or through host memory. No `allreduce` of ChainerMN's is called.
-    Unpickling gives an `MPI` communicator of the same processes.
+    Arrays in host memory travel as in `MPI(comm.mpi_comm)`, with the same checks and deadlines.
+    CuPy arrays on a GPU travel over NCCL, or through host memory. ChainerMN's `allreduce` is never
+    called. Unpickling returns an `MPI` communicator of the same processes.
 
     Parameters
     ----------
     comm
         Any communicator of `chainermn.create_communicator`, or one derived from its classes.
     communication_backend
-        `"mpi"`, `"nccl"` or `"auto"`, which is NCCL with a pure_nccl communicator and MPI with any
-        other.
+        `"mpi"`, `"nccl"` or `"auto"`: NCCL for a pure_nccl communicator, MPI for any other.
 
     Raises
     ------
@@ -42,7 +41,7 @@ class ChainerMN(MPI):
 
     def __init__(self, comm: Any, communication_backend: str = "auto") -> None:
         super().__init__(comm.mpi_comm)
-        self.comm = comm  # ChainerMN's
+        self.comm = comm
         self.communication_backend = select_backend(type(comm), communication_backend)
 
     @property
@@ -54,7 +53,7 @@ class ChainerMN(MPI):
         return self.communication_backend == "nccl" and is_cupy_array(x)
 
     def allreduce_on_device(self, x: Array, /) -> Array:
-        self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
+        self.comm._init_comms()  # creates ChainerMN's NCCL communicator if necessary
         return sum_by_nccl(self.comm.nccl_comm, x)
 
     def split(self, color: int, key: int = 0) -> "ChainerMN":
@@ -65,7 +64,7 @@ class ChainerMN(MPI):
 
 
 def select_backend(comm_type: type, communication_backend: str) -> str:
-    """`"mpi"` or `"nccl"`, by ChainerMN's rules."""
+    """Return `"mpi"` or `"nccl"`, by ChainerMN's rules."""
     check_choice("communication_backend", communication_backend, Literal["mpi", "nccl", "auto"])
     is_nccl = any(cls.__name__ == "PureNcclCommunicator" for cls in comm_type.__mro__)
     if communication_backend == "nccl" and not is_nccl:
@@ -79,15 +78,15 @@ def select_backend(comm_type: type, communication_backend: str) -> str:
 
 
 def sum_by_nccl(comm: Any, x: Array, /) -> Array:
-    """Sum `x`, an array of CuPy's, over the ranks of a NcclCommunicator of CuPy's.
+    """Sum the CuPy array `x` over the ranks of a CuPy NcclCommunicator.
 
-    Collective. Returns a new array like `x`. Nothing waits for the host.
+    Collective. Returns a new array like `x`, without waiting for the GPU.
     """
     import cupy
     from cupy.cuda import nccl
 
     with x.device:
-        x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
+        x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray turns shape () into (1,)
         out = cupy.empty_like(x)
         kind = getattr(nccl, f"NCCL_{str(x.dtype).upper()}")
         stream = cupy.cuda.get_current_stream()

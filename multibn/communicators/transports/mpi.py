@@ -1,6 +1,6 @@
-"""Communicator over MPI, by mpi4py: buffers, never pickles.
+"""Communicator over MPI (mpi4py), which sends buffers and never pickles.
 
-mpi4py is imported, and MPI thereby initialised, at the first use of a communicator and not before.
+The first use of a communicator imports mpi4py, which initializes MPI.
 """
 
 import json
@@ -30,16 +30,16 @@ from multibn.communicators.watchdog import Status
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-_BLOCK_NUMBERS = wire.length(128)  # of a message's first part: enough for 128 channels
-_SPIN_POLLS = 20  # of some 0.2 us each, before a rank waits
-_PERSISTENT_AFTER_USES = 50  # sums of one memory after which a persistent request pays
+_BLOCK_NUMBERS = wire.length(128)  # in the first part of a message: enough for 128 channels
+_SPIN_POLLS = 20  # of about 0.2 us each, before a rank waits with a deadline
+_PERSISTENT_AFTER_USES = 50  # sums of one buffer, after which a persistent request pays off
 
 
 class MPI(ChannelCommunicator):
     """The processes of an mpi4py communicator.
 
-    Messages travel in a duplicate of the communicator, so that no message of the program can be
-    taken for one of multibn's. Arrays on a GPU go through host memory.
+    Messages travel in a duplicate of the communicator, so that they cannot be confused with the
+    program's own. Arrays on a GPU go through host memory.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class MPI(ChannelCommunicator):
     Raises
     ------
     ValueError
-        If `comm` is MPI.COMM_NULL: this process is not part of it.
+        If `comm` is MPI.COMM_NULL: this process is not part of the group.
     TypeError
         If `comm` is an intercommunicator.
 
@@ -85,7 +85,8 @@ class MPI(ChannelCommunicator):
                 "the communicator must be an intracommunicator: got an intercommunicator. "
                 "Merge its two groups first: comm.Merge()."
             )
-        # A world of one process has the group of COMM_SELF, which must stay this process alone.
+        # In a world of one process, COMM_SELF has the same group. Its pickle must still mean one
+        # process in a larger world.
         group, world = comm.group, mpi.COMM_WORLD.group
         if mpi.Group.Compare(group, world) != mpi.IDENT or comm == mpi.COMM_SELF:
             self.world_ranks = tuple(mpi.Group.Translate_ranks(group, range(group.size), world))
@@ -123,7 +124,7 @@ class MPI(ChannelCommunicator):
 
     @property
     def identity(self) -> object:
-        # Processes of `Comm.Spawn` have no rank in the world: MPI.UNDEFINED, which is negative.
+        # A process of `Comm.Spawn` has no rank in the world, but MPI.UNDEFINED, which is negative.
         return self.channel if min(self.world_ranks or (0,)) < 0 else super().identity
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,7 +139,7 @@ class MPI(ChannelCommunicator):
 
 @cache
 def _find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
-    """The communicator of ranks of MPI.COMM_WORLD, None for all. Collective in its first call."""
+    """Return the communicator of these world ranks (None: all). The first call is collective."""
     from mpi4py import MPI as mpi
 
     world = mpi.COMM_WORLD
@@ -160,20 +161,20 @@ def _restore(world_ranks: tuple[int, ...] | None) -> MPI:
 
 
 class _Transport(Transport):
-    """A duplicate of an mpi4py communicator, out of reach of the program's other messages.
+    """Transport over a duplicate of an mpi4py communicator, and the group's status board.
 
-    As the group's status board, it sends messages to every other rank; only ranks that have waited
-    long send any. MPI delivers them, and forgets them with the group.
+    Status notices are point-to-point messages to every other rank. Only ranks that have waited long
+    send any.
     """
 
     def __init__(self, comm: "Comm") -> None:
         self.rank, self.size = comm.rank, comm.size
         self.block = np.zeros(_BLOCK_NUMBERS)
         self._comm = comm
-        self.duplicate: Any = None  # of the communicator, until that is freed
-        self.requests: list[Any] = []  # persistent ones
+        self.duplicate: Any = None  # of the communicator, until the user frees the latter
+        self.requests: list[Any] = []  # the persistent requests
         self._notices: dict[int, Status] = {}
-        self._sent: list[Any] = []  # requests and what they send, which must stay in memory
+        self._sent: list[Any] = []  # (request, data) of sends: the data must stay in memory
         self.spin_seconds = spin_seconds()
         from mpi4py import MPI as mpi
 
@@ -187,19 +188,19 @@ class _Transport(Transport):
     def open(self) -> "Iterator[Poll]":
         self.duplicate, request = self._comm.Idup()
         yield partial(poll, request.Test)
-        # Collectives and point-to-point messages of one communicator do not meet.
+        # One communicator serves both: MPI never matches collectives with point-to-point messages.
         self.board, self.carrier = self, "mpi"
         self._begin_block = self.prepare(self.block)
 
     def prepare_block(self, n: int) -> Begin:
-        return self._begin_block  # of all messages: ranks then begin the block equally often
+        return self._begin_block  # for any `n`: all ranks must begin the same sum equally often
 
     def prepare(self, a: HostArray) -> Begin:
         return _Sum(self, a).begin
 
     def end_process(self, *, failed: bool) -> None:
-        # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be
-        # finalized with a message under way.
+        # MPI_Finalize would wait for the other ranks, which wait for this one. Nor can MPI be
+        # finalized while a message is pending.
         from mpi4py import MPI as mpi
 
         if failed and mpi.COMM_WORLD.size > 1:
@@ -208,7 +209,7 @@ class _Transport(Transport):
             mpi.COMM_WORLD.Abort(1)
 
     def close(self, *, failed: bool, at_exit: bool = False) -> None:
-        if failed or at_exit:  # MPI frees nothing with a message pending, nor without the others
+        if failed or at_exit:  # Free needs all ranks, and no pending message
             return
         for each in (*self.requests, self.duplicate):
             if each is not None:
@@ -234,12 +235,11 @@ class _Transport(Transport):
 
 
 class _Sum:
-    """A sum of one memory, which all ranks begin equally often.
+    """An in-place sum of one buffer, which all ranks must begin equally often.
 
-    One that is begun often has a persistent request where MPI knows such (since 4.0): making a new
-    request takes half of the time of a small message. One of few messages has none, since Open MPI
-    5.0 never frees the working memory of such a request: groups made and destroyed again and again
-    would add up.
+    A sum that is begun often uses a persistent request (MPI 4.0), because creating a new request
+    takes half of the time of a small message. Other sums do not: Open MPI 5.0 never frees the
+    memory of a persistent request, so creating and destroying many groups would leak memory.
     """
 
     def __init__(self, transport: _Transport, memory: HostArray) -> None:
@@ -247,7 +247,7 @@ class _Sum:
 
         self._transport, self._arguments = transport, (mpi.IN_PLACE, memory)
         self._num_begun = 0
-        self._request: Any = None  # the persistent one
+        self._request: Any = None  # the persistent request
 
     def begin(self) -> Poll | None:
         request, duplicate = self._request, self._transport.duplicate
@@ -269,16 +269,16 @@ class _Sum:
 
 @cache
 def _keyval() -> int:
-    """The key under which MPI keeps the channel with the communicator, and lets go of both."""
+    """Return the key of the communicator attribute in which MPI stores the channel."""
     from mpi4py import MPI as mpi
 
-    # MPI_Finalize begins with the attributes of this one, while MPI still works.
+    # MPI_Finalize first deletes the attributes of COMM_SELF, while MPI still works.
     mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_on_finalize), None)
     return mpi.Comm.Create_keyval(delete_fn=_on_free)
 
 
 def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
-    """The user frees a communicator, which is collective; or MPI_Finalize frees the world."""
+    """Close the channel if the user frees the communicator, but not in MPI_Finalize."""
     from mpi4py import MPI as mpi
 
     if "mpi" not in inherited and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
@@ -286,7 +286,7 @@ def _on_free(comm: "Comm", keyval: int, channel: Channel) -> None:
 
 
 def _on_finalize(*_: object) -> None:
-    """Send nothing at the end of the process: MPI can no longer be used."""
+    """Skip the MPI channels in the exit handler: MPI can no longer be used then."""
     for channel in list(watched_channels):
         if isinstance(channel.transport, _Transport):
             watched_channels.discard(channel)

@@ -1,14 +1,13 @@
-"""Memory that the ranks of one machine share, and a group's messages in it.
+"""Shared memory for the messages of a group whose ranks are all on one machine.
 
-The ranks of a group meet in a store. The first offers memory, and the others try to open it: names
-of machines repeat, and containers may be shut off from each other. If all ranks have the memory,
-they are on one machine. The memory is a memfd: without a name in a file system, and gone with the
-last process that has it.
+Rank 0 creates the memory and offers it in a store; the other ranks try to open it. They share a
+machine if all succeed. Host names would not show that: they repeat, and containers can be isolated.
+The memory is a memfd: it has no name in a file system, and goes with the last process that uses it.
 
-Each rank writes its numbers into a slot of its own, and adds all slots in the order of the ranks,
-so that the sum has the same bits on all of them. A gate counts the ranks that have come to a
-message. Messages with even and with odd numbers have slots of their own: when a rank begins a
-message, all ranks have read the message before the last.
+Each rank writes its numbers into its own slot, and adds all slots in rank order, so that the sum
+has the same bits on all ranks. A gate counts the ranks that have arrived at a message. Even and odd
+messages use different slots: when a rank begins a message, all ranks have read the one before the
+last.
 """
 
 import json
@@ -34,23 +33,23 @@ except ImportError:
     core = None  # type: ignore[assignment]
 
 _NUMBER = 8  # bytes of a float64
-# Numbers of a message's first part: each rank reads what all ranks write, and an engine is better
-# at more. Memory that nobody has written to is not used.
+# Float64 numbers in a slot. Every rank reads all slots, so gloo is faster for longer messages.
+# Unused pages take no memory.
 SLOT_NUMBERS = 2**16
-# Bytes; slots that begin in the same lines of caches would push.
+# Bytes; the padding keeps slots from competing for the same cache sets.
 _SLOT = _NUMBER * (SLOT_NUMBERS + 8)
 _GATE = 256  # bytes, see _shared_memory.c
-_LOOK = 0.02  # seconds between two looks at whether the other processes live
-_TRIAL = 2**16  # bytes that must be had before the others are told of the memory
+_LOOK = 0.02  # seconds between two checks that the other processes are alive
+_TRIAL = 2**16  # bytes to allocate before the memory is offered to the other ranks
 
 
 class SharedMemory:
-    """Memory of a group whose ranks are all on one machine; `pids` are their processes."""
+    """Memory of a group whose ranks are all on one machine, in processes `pids`."""
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: list[int]) -> None:
         self.rank, self._size, self._pids = rank, len(pids), pids
         gates = np.ndarray((self._size + 1, _GATE), np.uint8, memory)
-        # Of messages; and of each rank, open when that has left.
+        # One gate for messages, and one per rank, which opens when that rank leaves.
         self._gate, *self._leaving = (gate.ctypes.data for gate in gates)
         shape = 2, self._size, _SLOT
         self._slots: Any = np.ndarray(shape, np.uint8, memory, gates.size)
@@ -60,23 +59,23 @@ class SharedMemory:
         self._waited = 0.0  # seconds, in this message
 
     def prepare(self, a: HostArray) -> Begin | None:
-        """Return what begins to sum `a` in its memory; None if `a` has no room here.
+        """Return a function that begins to sum `a` in place; None if `a` is too long for a slot.
 
-        Ranks may come with unlike lengths, and the sum is wrong then.
+        If the ranks pass different lengths, no rank hangs, but the sum is wrong.
         """
         if a.nbytes > _SLOT:
             return None
         return partial(self._begin, a, a.ctypes.data, a.nbytes, a.size)
 
     def close(self, *, failed: bool) -> None:
-        """Release the memory; unless it has `failed`, tell waiting ranks that this one leaves."""
+        """Release the memory. Unless `failed`, notify waiting ranks that this rank leaves."""
         if not failed:
             gate = self._leaving[self.rank]
             core.arrive(gate, 1, gate, gate, 0)
         self._slots = None
 
     def _find_missing(self) -> RankLostError | None:
-        """The error to raise if a rank has left, or its process has ended."""
+        """Return an error if a rank has left or its process has ended; otherwise None."""
         for rank, (pid, gate) in enumerate(zip(self._pids, self._leaving, strict=True)):
             if core.wait(gate, 1, 0.0, 0.0):
                 return RankLostError(rank, has_left=True)
@@ -96,7 +95,7 @@ class SharedMemory:
         return None
 
     def _add_all(self, a: HostArray, at: int, seconds: float) -> bool:
-        """Wait for all ranks, then sum; False if one is late. Raises if a process has ended."""
+        """Wait for all ranks, then sum; False if one is late. Raise if one has left or ended."""
         gate, goal = self._gate, self._begun * self._size
         while not core.wait(gate, goal, min(seconds, _LOOK), self._yielding - self._waited):
             self._waited += _LOOK
@@ -104,7 +103,7 @@ class SharedMemory:
             missing = self._find_missing()
             if missing is None and seconds <= 0:
                 return False
-            if missing is not None and not core.wait(gate, goal, 0.0, 0.0):  # nor came before
+            if missing is not None and not core.wait(gate, goal, 0.0, 0.0):  # did not arrive first
                 raise missing
         parity = self._begun & 1
         if a.dtype == np.float64:
@@ -118,9 +117,9 @@ class SharedMemory:
 def create_shared_memory(
     store: Any, rank: int, size: int
 ) -> Generator[Poll, None, SharedMemory | None]:
-    """Ends when all ranks have met; returns the memory that they share, if they do. Collective.
+    """Return the memory that all ranks share, or None if they do not share any. Collective.
 
-    The `store`, a part of torch.distributed's, is used for this alone.
+    Yields the waits for other ranks. `store`, a part of torch.distributed's, has no other use.
     """
     memory, shares = None, unavailable_reason() is None
     with ExitStack() as stack:  # until all ranks have tried to open the memory
@@ -149,10 +148,10 @@ def create_shared_memory(
 
 @contextmanager
 def _offered(nbytes: int) -> Iterator[tuple[dict[str, Any], mmap.mmap]]:
-    """Create memory; yield it with the record by which another process can open it."""
-    # Nobody can guess the name, so that a process of the same number, in another container or on
-    # another machine, is not taken for this one.
-    import fcntl  # Linux has it, as what follows
+    """Create memory; yield (the offer by which another process can open it, the memory)."""
+    # A random name, so that a process with the same pid, in a different container or on a different
+    # machine, is not mistaken for this one.
+    import fcntl  # needs Linux, like the calls below
 
     name = f"multibn-{secrets.token_hex(16)}"
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -170,10 +169,10 @@ def _offered(nbytes: int) -> Iterator[tuple[dict[str, Any], mmap.mmap]]:
 
 
 def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
-    """The memory that another process offers; None if this process cannot open it."""
+    """Open the memory that another process offers; None if this process cannot."""
     if "fd" not in offer:
         return None
-    # int(): whoever can write to the store must not control the path.
+    # int(), so that a malicious entry of the store cannot choose the path.
     path = f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}"
     with suppress(OSError):
         if os.readlink(path) == f"/memfd:{offer['name']} (deleted)":
@@ -184,7 +183,7 @@ def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
 
 
 def unavailable_reason() -> str | None:
-    """Why this process shares no memory with others, and what to do; None if it does."""
+    """Return why this process cannot share memory, and what to do; None if it can."""
     switch = os.environ.get("MULTIBN_SHARED_MEMORY", "1")
     if switch not in ("0", "1"):
         raise ValueError(f"MULTIBN_SHARED_MEMORY must be 0 or 1: got {switch!r}.")

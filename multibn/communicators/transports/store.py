@@ -1,4 +1,4 @@
-"""Notices over torch.distributed's store, and a group's own part of that store."""
+"""Status notices in torch.distributed's store, and the part of that store for one group."""
 
 import json
 import os
@@ -14,20 +14,21 @@ import torch.distributed as dist
 from multibn.communicators.exit import after_fork
 from multibn.communicators.watchdog import Status
 
-_ANSWER = 0.3  # seconds to wait for a store's answer
-_SURE_ANSWER = 2.0  # before an error, which would name a rank that has ended and not its reason
-_LAST_ANSWER = 15.0  # at the end of the process: TCP is slow to notice that a network is back
-# One counter tells how many ranks have notices and, in steps of this number, how often any rank has
-# written one. A look that finds the counter as it was asks for nothing else.
+_ANSWER = 0.3  # seconds to wait for the store's answer to a read
+_SURE_ANSWER = 2.0  # seconds for a write, so that other ranks learn why this one fails
+_LAST_ANSWER = 15.0  # seconds at exit: TCP is slow to notice that a network is back
+# One counter holds the number of ranks that have published a notice, plus this constant times the
+# number of all notices published. A rank that finds the counter unchanged reads nothing else.
 _WRITTEN = 2**24
 _COUNTER = "notices"
 
 
 def part_of_store(store: dist.Store, name: str, size: int) -> dist.Store:
-    """Return the part of `store` for one group of `size` ranks. Each rank calls this once a group.
+    """Return the part of `store` for one group of `size` ranks. Each rank calls it once per group.
 
-    torchrun restarts ranks over one store, and a new group may have the name of a destroyed one.
-    The ranks' arrivals number the groups of one name: ranks may have made unlike numbers of groups.
+    torchrun restarts ranks with the same store, and a new group may have the name of a destroyed
+    one. So the number of calls, over all ranks, is part of the prefix. A rank's own count of groups
+    would not do, since it may differ between ranks.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     named = dist.PrefixStore(f"multibn/{name}/{size}/{attempt}", store)
@@ -35,14 +36,14 @@ def part_of_store(store: dist.Store, name: str, size: int) -> dist.Store:
 
 
 class StoreStatusBoard:
-    """Notices as entries of a store of torch.distributed."""
+    """A `StatusBoard` in a torch.distributed store."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._notices: dict[int, Status] = {}
-        self._number = 0  # of this rank among those with notices; 0 for none
-        self._count = 0  # as it was at the last look
-        self._ended = False  # the process that keeps the store
+        self._number = 0  # of this rank's entry in the store; 0 before its first notice
+        self._count = 0  # the counter at the last read
+        self._ended = False  # whether the process that hosts the store has ended
 
     def publish(self, notice: Status, /) -> None:
         text = json.dumps((self._rank, notice))
@@ -53,7 +54,7 @@ class StoreStatusBoard:
         return dict(self._notices)
 
     def clear(self, size: int) -> None:
-        """The last of `size` ranks that calls this leaves no key in the store."""
+        """Delete the group's keys if this is the last of `size` ranks to call this method."""
         self._ask(lambda: self._clear(size), must=True)
 
     def finish(self) -> None:
@@ -77,7 +78,7 @@ class StoreStatusBoard:
 
     def _clear(self, size: int) -> None:
         if self._store.add("let go", 1) == size:
-            for key in getattr(self._store, "list_keys", list)():  # of newer torch
+            for key in getattr(self._store, "list_keys", list)():  # only in newer torch
                 self._store.delete_key(key)
 
     def _read(self) -> None:
@@ -96,20 +97,20 @@ class StoreStatusBoard:
 
 
 class _StoreThread:
-    """A thread that asks stores: one beyond a broken network gives no answer, without a deadline.
+    """A thread for requests to stores, which block without a deadline if the network is broken.
 
-    The thread lives as long as the process. While the interpreter ends, Python starts no thread
-    (since 3.12), and a thread that came back from the store then would abort the process.
+    The thread lives as long as the process, because Python (since 3.12) starts no thread at exit.
+    `finish` waits for it: a thread that returns from the store during exit would abort the process.
     """
 
     def __init__(self) -> None:
-        self._tasks: Any = queue.SimpleQueue()  # of functions, and the answer to each
+        self._tasks: Any = queue.SimpleQueue()  # of (function, its Future)
         self._latest: Future[None] = Future()
         self._latest.set_result(None)
         threading.Thread(target=self._run, daemon=True, name="multibn-store").start()
 
     def ask(self, task: Callable[[], object], *, must: bool = False) -> None:
-        """Run `task` in the thread, and wait briefly. With another pending, only if it `must`."""
+        """Run `task` in the thread, and wait briefly. Skip it if one is pending, unless `must`."""
         is_silent = not self._latest.done()
         if must or not is_silent:
             self._latest = Future()
@@ -124,7 +125,7 @@ class _StoreThread:
         while True:
             task, answered = self._tasks.get()
             task()
-            del task  # a store ends with its group
+            del task  # keeps the store of a destroyed group alive
             answered.set_result(None)
 
 
@@ -133,5 +134,5 @@ def _messenger() -> _StoreThread:
     return _StoreThread()
 
 
-# A fork has no thread of its parent's, and may make a group of its own.
+# A forked child does not have its parent's thread, and may create its own group.
 after_fork(_messenger.cache_clear)

@@ -1,4 +1,4 @@
-"""Communicator over torch.distributed: gloo, nccl, or any other backend."""
+"""Communicator over torch.distributed, with gloo, nccl or any other backend."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +28,12 @@ from multibn.communicators.transports.store import StoreStatusBoard, part_of_sto
 class TorchDistributed(ChannelCommunicator):
     """The processes of a torch ProcessGroup.
 
-    Arrays on a GPU are summed there by a backend for GPUs, NCCL for example; over gloo they go
-    through host memory. Arrays in host memory travel in memory that the ranks share if all are on
-    one machine, and otherwise in a gloo group of multibn's own, so that no message of the program
-    can be taken for one of multibn's; in the group itself only where that has a backend for GPUs
-    alone. Sums on a GPU have the process group's own timeout, and no other.
-    `destroy_process_group(group)` also frees what multibn has opened for the group.
+    Arrays on a GPU are summed there by the group's GPU backend, NCCL for example; with gloo, they
+    go through host memory. Arrays in host memory travel through shared memory if all ranks are on
+    one machine, and otherwise through a private gloo group, apart from the program's own messages.
+    They travel through the process group itself only if it has no CPU backend. Sums on a GPU have
+    the timeout of the process group, not MULTIBN_TIMEOUT. `destroy_process_group(group)` also frees
+    the memory and the connections that multibn has opened for the group.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class TorchDistributed(ChannelCommunicator):
         self._group = _reference(group)
         # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
-        self._world = None if group is None else world()  # in which `_group` is known
+        self._world = None if group is None else world()  # the one to which `_group` belongs
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
 
@@ -100,15 +100,15 @@ class TorchDistributed(ChannelCommunicator):
 
     @property
     def known_group(self) -> dist.ProcessGroup | None:
-        """The ProcessGroup where this process knows one already, without communication."""
+        """The ProcessGroup if it has been created already, otherwise None. Not collective."""
         if self._ranks is None:
             return dist.group.WORLD
-        # Groups end with the default process group under which they were made.
+        # A group ends with the default process group under which it was created.
         return self._group() if self._world is world() else None
 
     @property
     def native(self) -> Any:
-        """The ProcessGroup; the handle after the group was destroyed."""
+        """The ProcessGroup, or this handle if the group was destroyed."""
         return self.known_group or self
 
     @property
@@ -127,7 +127,7 @@ class TorchDistributed(ChannelCommunicator):
         if channel is None:
             release_gil_at_exit()
             channel = channels[group] = Channel(_Transport(group))
-            # torch tells nobody that a group was destroyed, but drops it.
+            # destroy_process_group calls no hook, but drops its reference.
             weakref.finalize(group, channel.close).atexit = False
             if dist.group.WORLD in inherited:
                 channel.abandon_after_fork()
@@ -135,7 +135,7 @@ class TorchDistributed(ChannelCommunicator):
 
     def reduces_on_device(self, x: Array, /) -> bool:
         kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
-        # gloo, too, copies CUDA tensors to host memory, but would wait without a deadline.
+        # gloo would also copy CUDA tensors to host memory, but wait without a deadline.
         return kind != "cpu" and _backends(self.group).get(kind, "gloo") != "gloo"
 
     def allreduce_on_device(self, x: Array, /) -> Array:
@@ -146,10 +146,10 @@ class TorchDistributed(ChannelCommunicator):
         return self.allreduce_in_place(x.detach().clone(memory_format=torch.contiguous_format))
 
     def allreduce_in_place(self, x: Array, /) -> Array:
-        """Sum as `allreduce_on_device` does, in the memory of `x`."""
-        # As dist.all_reduce, which asks six functions about the group and the tensor.
+        """Sum as `allreduce_on_device` does, but overwrite `x`."""
+        # As dist.all_reduce, without its slow checks of the group and the tensor.
         work = self.group.allreduce([x], _SUM)
-        if work is not None:  # of a backend that does not wait by itself
+        if work is not None:  # from a backend that ignores `asyncOp`
             work.wait()
         return x
 
@@ -158,10 +158,10 @@ class TorchDistributed(ChannelCommunicator):
         rows.sort(key=lambda row: int(row[0]))
         colors = sorted({c for _, c, _ in rows})
         members = {c: tuple(r for _, d, r in rows if d == c) for c in colors}
-        # All ranks of the default group are here, and make the groups together.
+        # All ranks of the default group take part, and create every group together.
         for group_ranks in members.values() if self._ranks is None else ():
             in_order = tuple(sorted(group_ranks))
-            # Not those of `world().made`: a rank inside may know the group from elsewhere.
+            # `world().made` cannot decide: only some ranks may have the group from another call.
             if in_order not in world().split:
                 world().split.add(in_order)
                 group = dist.new_group(list(in_order))
@@ -170,7 +170,7 @@ class TorchDistributed(ChannelCommunicator):
         return restore(members[color])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A group of all ranks would be made again only where all are in equally many groups.
+        # A group of all ranks becomes the default group: `find_group` could fail, see below.
         if self._ranks is None or (
             dist.is_initialized() and self._ranks == tuple(range(dist.get_world_size()))
         ):
@@ -185,12 +185,12 @@ class TorchDistributed(ChannelCommunicator):
 
 
 def _reference(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None]:
-    """A reference with which a destroyed group, its threads and its connections can end."""
+    """Return a weak reference, so that a destroyed group can release its resources."""
     return (lambda: None) if group is None else weakref.ref(group)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend for each kind of device: "cpu:gloo,cuda:nccl" is such a group's description."""
+    """Return the backend of each device type, parsed from "cpu:gloo,cuda:nccl" for example."""
     entries = dist.get_backend_config(group).split(",")
     return dict(entry.split(":") for entry in entries)
 
@@ -215,7 +215,7 @@ class _Transport(Transport):
         self.board = StoreStatusBoard(store, self.rank)
         yield barrier(store, self.size)
         carrier, room = "nccl", BLOCK_NUMBERS
-        # A network that works for NCCL need not work for gloo.
+        # No gloo for a group without a CPU backend: its network may work only for NCCL.
         if "cpu" in self._backends and dist.is_gloo_available():
             self._private_gloo = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
             machine = dist.PrefixStore("machine", store)
@@ -228,7 +228,7 @@ class _Transport(Transport):
         self.block, self.carrier = np.zeros(room), carrier
 
     def prepare_block(self, n: int) -> Begin:
-        # In shared memory, ranks may come with unlike lengths.
+        # Only shared memory allows different lengths on different ranks.
         return self.prepare(self.block if self._shared_memory is None else self.block[:n])
 
     def prepare(self, a: HostArray) -> Begin:
@@ -243,7 +243,7 @@ class _Transport(Transport):
         yield from sum_any(a, self._private_gloo.start)
 
     def _device(self) -> torch.device:
-        """Where the group can sum; a `LayerPhase` makes the activation's GPU the current one."""
+        """Return the device for sums in the group. A `LayerPhase` has set the current GPU."""
         kind = "cpu" if "cpu" in self._backends else next(iter(self._backends))
         if kind == "cuda":
             bound: Any = getattr(self._group(), "bound_device_id", None)
@@ -251,10 +251,10 @@ class _Transport(Transport):
         return torch.device(kind)
 
     def close(self, *, failed: bool, at_exit: bool = False) -> None:
-        if self.board is not None and not failed:  # perhaps by a broken network
+        if self.board is not None and not failed:  # the network may be broken after a failure
             if at_exit:
                 self.board.finish()
-            # Torch prints a trace where the process that keeps the store has ended.
+            # torch prints a stack trace if the process that hosts the store has ended.
             elif dist.is_initialized():
                 self.board.clear(self.size)
         if self._private_gloo is not None:
@@ -264,16 +264,15 @@ class _Transport(Transport):
             self._shared_memory = None
 
     def end_process(self, *, failed: bool) -> None:
-        # Torchrun ends the other ranks when it sees that this process has failed.
-        # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
-        # trial).
+        # torchrun ends the other ranks if this process fails. Destroy gloo groups: a process that
+        # exits while gloo's threads run sometimes aborts (3 of 24 in a trial).
         world().channels.clear()
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
 
 
 def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of these global ranks. Collective over them when first called for them."""
+    """Return the group of these global ranks. Collective over these ranks in the first call."""
     where, size = "no process group is initialised", 0
     if dist.is_initialized():
         size = dist.get_world_size()
@@ -286,18 +285,18 @@ def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     key = tuple(sorted(ranks))
     made = world().made
     if key not in made:
-        # torch numbers such groups by how many groups a rank is in: equal numbers are needed.
+        # torch numbers such a group by how many groups a rank is in: all must be in equally many.
         made[key] = dist.new_group(list(key), use_local_synchronization=True)
     found: dist.ProcessGroup = made[key]
     return found
 
 
 _SUM = dist.AllreduceOptions()
-_SUM.asyncOp = False  # in the current stream
+_SUM.asyncOp = False  # sums in the current stream
 
 
 def restore(ranks: tuple[int, ...]) -> TorchDistributed:
-    """The processes with these ranks of the default group. Their first use is collective."""
+    """Return the communicator of these global ranks. Its first use is collective."""
     restored = TorchDistributed()
     restored._ranks = ranks
     return restored
