@@ -198,8 +198,8 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
         rf"\[1\]: rank 1 \(machine \S+, pid {other.pid}\) {state}, last seen \d\.\d s ago in the "
         r"rendezvous of the group\. Possible causes: on that rank the model is in eval\(\) "
         r"\(Chainer: train=False\) or was not converted, and sends no messages; torch\.compile "
-        r"recompiles there; or rank 0 runs validation alone with a model that is not in eval\(\)\. To wait "
-        r"longer, set MULTIBN_TIMEOUT \(seconds\)\.",
+        r"recompiles there; or rank 0 runs validation alone with a model that is not in "
+        r"eval\(\)\. To wait longer, set MULTIBN_TIMEOUT \(seconds\)\.",
         str(error),
     )
 
