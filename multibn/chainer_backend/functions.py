@@ -27,7 +27,10 @@ from multibn.kernels.spec import unpack
 
 
 def plan_key(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...] | None:
-    """Return the key of the plan for a call of `link`, without options; None if not cacheable."""
+    """Return the cache key of the plan for a call of `link`; None if it cannot be cached.
+
+    The key leaves out the link's options: `LayerCommunicator` keeps the plans of each set apart.
+    """
     array, added = getattr(x, "array", x), getattr(residual, "array", residual)
     are_arrays = type(array) is np.ndarray and (residual is None or type(added) is np.ndarray)
     if not are_arrays or chainer.config.schedule_func is not None:
@@ -51,7 +54,7 @@ def plan_key(x: Any, residual: Any, link: Any, finetune: bool) -> tuple[Any, ...
 
 
 def prepare(args: NormArgs, link: Any, finetune: bool) -> Plan:
-    """A plan for a call of `link` with these arguments. Collective at the link's first call."""
+    """Return a plan for a call of `link` with these arguments. Not collective."""
     if chainer.config.schedule_func is not None:
         raise NotImplementedError(
             "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
@@ -82,9 +85,9 @@ def check_input(
 ) -> tuple[tuple[int, ...], Array | None]:
     """Return the axes to reduce, and the engine's mask.
 
-    Raise unless `x` is floating-point with other axes of shape `channels`, and the mask, the
-    residual and the options and parameters of `link` fit. Collective only if it raises: then all
-    ranks raise.
+    Raise unless `x` is floating-point, its other axes have shape `channels`, and the mask, the
+    residual and the options and parameters of `link` are valid. Collective only if it raises: then
+    all ranks raise.
     """
     array, like, types = chainer.as_array(x), None, chainer.get_array_types()
     try:
@@ -121,9 +124,10 @@ def check_input(
 
 
 def as_axes(axis: Any, num_channel_axes: int, ndim: int) -> tuple[int, ...]:
-    """Return the axes to reduce, in order; None stands for all but the channel axes, from 1 on.
+    """Return the axes to reduce, in order.
 
-    Raise TypeError or ValueError unless an input of a link can have such axes.
+    None means all but the channel axes, which then start at axis 1. Raise TypeError or ValueError
+    unless an input of a link can have such axes.
     """
     if axis is None:
         return statistics.reduced_axes(ndim, range(1, 1 + num_channel_axes))
@@ -157,7 +161,7 @@ def _check_parameters(link: Any, channels: tuple[int, ...]) -> None:
 _constant = partial(Variable, requires_grad=False)
 
 
-# Numbers of calls, 2**32 apart: Chainer numbers the nodes after a call by adding 1 to these.
+# Sequence numbers of calls, 2**32 apart: Chainer adds 1 for each node that follows a call.
 _numbers = count(1 << 32, 1 << 32)
 
 
@@ -230,7 +234,7 @@ class BatchNormalization(_CollectiveNode):
         arrays = dict(zip(given, map(chainer.as_array, inputs), strict=False))
         args = args._replace(**arrays)
         has_residual = "residual" in given
-        # Without a residual, `x` has the signs.
+        # Without a residual, the kernel recomputes the sign of the output (for the ReLU) from `x`.
         g = Gradient(dy, args, self.batch, y if has_residual else None)
         dx, dresidual, dweight, dbias = self.plan.backward(g, means=True)
         if has_residual and dresidual is None:
@@ -286,8 +290,8 @@ def masked(v: Variable, mask: Array | None, /) -> Variable:
 class _AllReduce(_CollectiveNode):
     """y = sum over ranks of x. The backward pass is the same operation.
 
-    The message is as long as the layer's forward message and carries its layer and phase, so that
-    ranks in different places detect it.
+    The message is as long as the layer's forward message and carries its layer and phase, so that a
+    mismatch between ranks is detected.
     """
 
     def __init__(self, phase: str, *message: Any) -> None:

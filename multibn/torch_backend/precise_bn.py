@@ -81,11 +81,12 @@ def update_bn_stats(
         a PackedSequence, its sequences are the samples. Keyword-only: `args` must be empty.
     estimator
         `"population"`: exact mean and variance of all elements of the layer's inputs on all ranks,
-        for batches of any sizes; the variance is unbiased, times N/(N-1) with N these elements per
-        channel. `"mean_of_var"` (mmpretrain): the means over batches and ranks of the batches'
-        means and unbiased variances; it leaves out the variance between batches, and all batches
-        have the same weight. A batch of a synchronized layer is that of all its ranks, of a layer
-        of `convert_sub_batchnorm` one of its parts.
+        for batches of any sizes; the variance is unbiased: times N/(N-1), where N is the number of
+        elements per channel over all ranks and batches. `"mean_of_var"` (mmpretrain): the means
+        over batches and ranks of the batches' means and unbiased variances; it leaves out the
+        variance between batches, and all batches have the same weight. For a synchronized layer, a
+        batch is the global batch of its ranks; for a layer made by `convert_sub_batchnorm`, each
+        split is a batch of its own.
     forward_fn
         Called as `forward_fn(model, batch)`. Default: `model(batch)`, or `model(batch[0])` for a
         plain tuple or list. A named tuple or PackedSequence is passed as it is.
@@ -103,8 +104,9 @@ def update_bn_stats(
         `check_sync`.
     TypeError
         If a number is no int or `progress` no bool. If `num_samples` is an int and a batch has no
-        tensor. If `model` is no module, as where the arguments are swapped, if a third argument has
-        no name, or if the model cannot be called with a batch, and there is no `forward_fn`.
+        tensor. If `model` is not a module (the arguments may be swapped), if a third argument is
+        passed positionally, or if the model cannot be called with a batch and there is no
+        `forward_fn`.
     RuntimeError
         On the other ranks, if one rank's loader raised.
 
@@ -168,7 +170,7 @@ def update_bn_stats(
             samples_in=None if num_samples is None else _batch_size,
         )
     unseen = [layer.name for layer, has_data in run.write() if not has_data]
-    # Last, after all that is collective: where warnings are errors, one rank alone may raise here.
+    # After the last collective: where warnings are errors, one rank alone may raise here.
     if early_end:
         warn(early_end)
     if unseen:
@@ -203,7 +205,7 @@ def _sleep_before_fork() -> None:
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """`model` without its wrappers, of which torch's data parallelism would communicate, too."""
+    """Return `model` without DDP, DataParallel and torch.compile; DDP would also communicate."""
     wrappers = nn.parallel.DistributedDataParallel, nn.DataParallel
     # torch.compile names the module "_orig_mod".
     inner = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", None)
@@ -211,7 +213,11 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def _forward(model: nn.Module, batch: Any, *, left_out: set[str]) -> None:
-    """Call the model with a batch; note what it takes beside the first thing of several."""
+    """Call the model with a batch, or with the first element of a plain tuple or list.
+
+    If there are others, add to `left_out` the masks and lengths among the parameters of its
+    `forward`, which get no argument.
+    """
     has_several = type(batch) in (tuple, list)
     if has_several and len(batch) > 1:
         with suppress(TypeError, ValueError):  # a function in C has no signature
@@ -243,7 +249,7 @@ def _batch_size(batch: Any) -> int:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore modes, buffers (in place) and random states."""
+    """Restore modes, buffers (in place) and the states of the default random generators."""
     modes = [(m, m.training) for m in model.modules()]
     places: list[tuple[dict[str, Any], str, Any]] = []
     tensors: list[Tensor] = []
@@ -270,7 +276,10 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 class _MeanOfVar(PopulationEstimator):
-    """Means over batches: of their means and, in the place of mean squares, of their variances."""
+    """Averages the batches' means and unbiased variances.
+
+    The variances are stored where the base class stores mean squares.
+    """
 
     def __init__(self, like: Tensor, shared_by: Communicator, /) -> None:
         super().__init__(like)
@@ -279,8 +288,8 @@ class _MeanOfVar(PopulationEstimator):
     def sums_of(self, x: Tensor, /, *, axis: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
         moments = local_moments(x, axis=axis, mask=mask)
         if skips(self._shared_by, x.dtype) and not moments.meansqr.sum().isfinite():
-            moments = local_moments(x[:0], axis=axis)  # the layer's message will tell
-        # In the phase "forward": on another rank this message may meet a layer's refusal.
+            moments = local_moments(x[:0], axis=axis)  # the layer itself warns that it skips
+        # A "forward" message, so that it matches that of a rank whose layer rejects its input.
         n = wire.forward_payload(moments.mean.numel())
         batch = aggregate(moments, for_phase(self._shared_by, "forward", moments.mean.dtype, n))
         var = running_variance(batch, local_count=0)
@@ -321,7 +330,11 @@ class _WatchedNorm:
 
     @contextmanager
     def watched(self, run: PopulationRun) -> Iterator[None]:
-        """Note each call in `run`, and add the inputs of torch's own layers."""
+        """Pass the inputs of layers that are not multibn's to the estimator.
+
+        Also register each call of an nn.SyncBatchNorm with `run`, to repeat it once this rank has
+        run out of data.
+        """
         is_own, own_forward = isinstance(self.module, SyncNormBase), self.module.forward
         of_torch = type(self.module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
         has_own = not (is_own or of_torch or "forward" in vars(self.module))
@@ -329,7 +342,7 @@ class _WatchedNorm:
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
-            if module is not self.module:  # a shallow copy has the hooks of its original, too
+            if module is not self.module:  # a shallow copy shares the hooks of its original
                 return
             if not (is_own or has_own):
                 self.add(x)
@@ -353,7 +366,7 @@ class _WatchedNorm:
                     del self.module.forward
 
     def add(self, x: Any) -> None:
-        """Add an input, unless the layer will refuse it."""
+        """Add an input, unless the layer will reject it."""
         if self.estimator is None:
             return
         try:
@@ -373,7 +386,7 @@ class _WatchedNorm:
 
 
 class _InputRecorderMode(functional.BatchNormMode):
-    """A context in which a layer's calls of batch norm with its running mean tell their inputs."""
+    """Records the input of each F.batch_norm call that gets the layer's running mean."""
 
     def __init__(self, layer: _WatchedNorm) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Messages over an engine of torch's: a gloo group of multibn's own, beside the user's group."""
+"""Allreduces of host arrays through torch.distributed: over a private or the user's group."""
 
 import ctypes
 import threading
@@ -18,17 +18,17 @@ from multibn.communicators.polling import Poll, chain, poll
 from multibn.communicators.watchdog import check_timeout
 
 BLOCK_NUMBERS = wire.length(256)  # of a message's first part: enough for 256 channels
-_SIGNAL_CHECK_SECONDS = 0.05  # seconds; after each wait of this length, Python looks for signals
-_EXTRA_GLOO_SECONDS = 60.0  # gloo's timeout is longer than multibn's, whose error says more
-# The dtypes of NumPy that gloo can sum; other whole numbers travel as int64.
+_SIGNAL_CHECK_SECONDS = 0.05  # longest wait inside gloo, so that Python can handle signals
+_EXTRA_GLOO_SECONDS = 60.0  # gloo's timeout exceeds multibn's, whose error says more
+# NumPy dtypes that both gloo and NCCL can sum; other integers are sent as int64.
 _SUMMABLE = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
 
-# Begins to sum a vector over the ranks, in place.
+# Starts an in-place allreduce of a vector.
 Start: TypeAlias = Callable[[HostArray], Poll]
 
 
 def sum_any(a: HostArray, start: Start) -> Iterator[Poll]:
-    """Sum a vector in place, converting dtypes that gloo does not sum; `start` begins a sum."""
+    """Sum a vector in place by `start`, with a copy in another dtype if the backend needs one."""
     parts = a.view(a.real.dtype) if np.iscomplexobj(a) else a
     is_summable = parts.dtype.name in _SUMMABLE
     sent = parts if is_summable else parts.astype(np.int64, casting="same_kind")
@@ -38,10 +38,10 @@ def sum_any(a: HostArray, start: Start) -> Iterator[Poll]:
 
 
 class PrivateGloo:
-    """A gloo group of some of a group's ranks, for messages of multibn's alone.
+    """A gloo group used only for multibn's messages.
 
-    The interfaces and the encryption are those that torch's environment variables say. The `store`
-    is used by this group alone.
+    torch's environment variables (`GLOO_SOCKET_IFNAME`, ...) select the network interface and TLS.
+    The group needs a `store`, or a prefix of one, of its own.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -54,7 +54,8 @@ class PrivateGloo:
     def connect(self) -> Iterator[Poll]:
         """Connect the ranks, unless they are connected. Collective."""
         if self._thread is None:
-            # Connecting waits for the other ranks without a deadline of multibn's.
+            # Connecting blocks until all ranks arrive. In a thread, the caller can poll with
+            # multibn's deadline.
             self._thread = threading.Thread(target=self._connect, daemon=True, name="multibn-gloo")
             self._thread.start()
         is_alive = self._thread.is_alive
@@ -63,10 +64,10 @@ class PrivateGloo:
             raise RuntimeError(f"no connection over gloo: {self._error}") from self._error
 
     def close(self, *, failed: bool) -> None:
-        """End the group.
+        """Destroy the group, or leak it if `failed`: after an error or in a forked child.
 
-        After a failure, gloo would wait for a message that is under way; and a fork would wait for
-        its parent's threads. Then the group is kept for ever, so that the process ends by itself.
+        There, its end would block: after an error on the pending message, in the child on threads
+        that exist only in the parent. A leaked group lets the process exit.
         """
         if failed and self._group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
@@ -75,16 +76,17 @@ class PrivateGloo:
     def _connect(self) -> None:
         try:
             timeout = timedelta(seconds=check_timeout() + _EXTRA_GLOO_SECONDS)
-            # This thread would keep notices out of the store itself while it waits there.
+            # A store connection serves one call at a time, so this thread's wait would block the
+            # status notices. A clone has its own connection.
             store = self._store.clone()  # type: ignore[attr-defined]
             self._group = dist.ProcessGroupGloo(store, self._rank, self._size, timeout)
         except Exception as error:
             self._error = error
 
     def start(self, a: HostArray) -> Poll:
-        """Begin to sum a vector in place."""
-        # Kept until the next message: to free memory of Python's, gloo's thread would need Python's
-        # lock, perhaps while this thread waits for the end of that one.
+        """Start an in-place allreduce of a vector."""
+        # If gloo's thread dropped the last reference, it would need the GIL, which this thread may
+        # hold while it joins that thread.
         self._sent = torch.from_numpy(a)
         work = self._group.allreduce([self._sent])
 
@@ -93,12 +95,12 @@ class PrivateGloo:
             while True:
                 left = max(end - time.monotonic(), 0.0)
                 try:
-                    # To gloo, a timeout below a millisecond is no timeout.
+                    # gloo takes a timeout below a millisecond as none.
                     work.wait(timedelta(seconds=max(min(left, _SIGNAL_CHECK_SECONDS), 1e-3)))
                     return True
                 except RuntimeError:
                     if work.is_completed():
-                        work.wait()  # raises, unless the message has come meanwhile
+                        work.wait()  # raises, unless the message has arrived meanwhile
                         return True
                 if left <= 0:
                     return False
@@ -107,7 +109,7 @@ class PrivateGloo:
 
 
 def in_group(group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> Start:
-    """Sums in the user's own group, over an engine that knows no arrays in host memory."""
+    """Return a `Start` that sums in the user's group, for a backend without CPU tensors."""
 
     def parts(a: HostArray) -> Iterator[Poll]:
         host = torch.from_numpy(a)

@@ -1,10 +1,9 @@
 """DTensors in, DTensors out: the placements of the input say which ranks share statistics.
 
-They do so for a layer whose `process_group` is None; a group that was named decides by itself. On a
+This applies only if the layer's `process_group` is None; an explicit group takes precedence. On a
 dimension of the mesh, `Shard(0)` and a spatial `Shard(d)`, d >= 2, divide the elements of each
-channel, so that the ranks along this dimension share. `Replicate` divides nothing: these ranks do
-not share. No activation moves: a layer computes with local tensors, and its results get the
-placements of the input.
+channel, so the ranks along this dimension share. With `Replicate` they do not. No activation is
+sent: a layer computes with local tensors, and its results get the placements of the input.
 """
 
 import sys
@@ -37,9 +36,9 @@ def normalize_local(
     num_channels: int | None,
     communicator: Communicator,
 ) -> tuple[Tensor, BatchStatistics]:
-    """Apply `function` to the local tensors and the ranks that share. Collective.
+    """Call `function` with the local tensors and the communicator of the ranks that share.
 
-    The output is a DTensor like the input.
+    Collective. The output is a DTensor like the input.
     """
     mesh, sharing = _layout(args.x)
     warning = ""
@@ -49,7 +48,8 @@ def normalize_local(
         along, warning = _mesh_communicator(mesh, sharing)
         communicator = communicator.for_group(along)
     y, batch = function(_localize(args, mesh, sharing), num_channels, communicator)
-    if warning:  # after the message: on one rank, it may be an error
+    # After the collective: where warnings are errors, one rank may raise here while others wait.
+    if warning:
         _warn_once(warning)
     return _wrap_output(args.x, y), batch
 
@@ -57,7 +57,7 @@ def normalize_local(
 def evaluate_local(
     function: Callable[..., Tensor], args: NormArgs, /, *statistics: Tensor | None
 ) -> Tensor:
-    """Apply `function` to the local tensors. The output is like the input."""
+    """Call `function` with the local tensors. The output is a DTensor like the input."""
     layout = _layout(args.x)
     local = (_parameter(v, *layout) for v in statistics)
     return _wrap_output(args.x, function(_localize(args, *layout), *local))
@@ -69,7 +69,7 @@ def buffer(x: Any, /) -> Any:
 
 
 def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
-    """The mesh of an input, and those of its dimensions that divide the elements of a channel."""
+    """Return the input's mesh, and the mesh dimensions on which it is sharded."""
     if not contains_dtensor([x]):
         raise TypeError(
             "the input must be a DTensor if the layer's parameters, its buffers or the residual "
@@ -91,7 +91,7 @@ def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _localize(args: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
-    """The local part of an input, and of what goes with it."""
+    """Return the arguments with this rank's local tensors, of the residual and parameters, too."""
     x, residual, placements = args.x, args.residual, args.x.placements
     if len(args.axis) < x.ndim - 1 or args.mask is not None:
         raise TypeError(
@@ -127,22 +127,25 @@ def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:
     if p.device_mesh != mesh or list(p.placements) != replicated:
         raise TypeError(
             "parameters and buffers that are DTensors must be Replicate on the mesh of the input, "
-            f"{mesh}: got {p.placements} on {p.device_mesh}. Call full_tensor on them, or give "
-            "the layer a DTensor."
+            f"ranks {mesh.mesh.tolist()}: got {p.placements} on ranks "
+            f"{p.device_mesh.mesh.tolist()}. Call redistribute or full_tensor on them."
         )
     gradient = [Partial() if k in sharing else r for k, r in enumerate(replicated)]
     return p.to_local(grad_placements=gradient)
 
 
 def _wrap_output(x: Any, y: Tensor) -> Tensor:
-    """The output for `x`, whose local part is `y`."""
+    """Wrap the local output `y` as a DTensor with the mesh, placements and shape of `x`."""
     options: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
     return type(x).from_local(y, x.device_mesh, x.placements, **options)
 
 
 @lru_cache(maxsize=256)
 def _mesh_communicator(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, str]:
-    """The ranks along some dimensions of a mesh, and a warning if there are others."""
+    """Return the communicator of the ranks along mesh dimensions `dims`, and a warning.
+
+    The text is empty unless the job has ranks outside the mesh.
+    """
     coordinate, num_ranks = mesh.get_coordinate(), dist.get_world_size()
     if coordinate is None:
         raise ValueError(

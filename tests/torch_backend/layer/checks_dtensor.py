@@ -273,7 +273,8 @@ def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None
             placed = _place(getattr(other, name).detach(), where, placement)
             setattr(other, name, nn.Parameter(placed) if name == "weight" else placed)
             if name == "weight" or len(placement) == 2:
-                with pytest.raises(TypeError, match="must be Replicate on the mesh of the input"):
+                text = r"Replicate on the mesh of the input, ranks \[\[0, 1\], \[2, 3\]\]: got \("
+                with pytest.raises(TypeError, match=rf"{text}.*\) on ranks .*\. Call redist"):
                     other(x)
     plain, mask = _whole(0), torch.ones(SHAPE[0], *SHAPE[2:], dtype=torch.bool)
     placed: Any = distribute_module(_layer(), mesh)
