@@ -1,4 +1,4 @@
-"""Exchange the batch norm layers of an nnx model, and back."""
+"""Replace the batch norm layers of an nnx model, and revert the replacement."""
 
 from typing import Any, TypeVar
 
@@ -23,25 +23,26 @@ def convert_batch_norm(
     running_var: RunningVar = "biased",
     sum_dtype: Any = jnp.float64,
 ) -> _Model:
-    """Exchange every flax.nnx.BatchNorm of a model for a `BatchNorm`; state and options stay.
+    """Replace every flax.nnx.BatchNorm of a model by `BatchNorm`, in place; return the model.
 
-    Changes the layers in place and returns `model`. A layer that has the class already gets the
-    options, too. A model of flax.linen is a program, not an object: name `linen.BatchNorm` there.
+    State and flax's options are kept. Layers that are `BatchNorm` already get the new options, too.
+    A flax.linen module creates its layers in its code: use `multibn.flax.linen.BatchNorm` there.
 
     Parameters
     ----------
     model
-        A module of flax.nnx, or a part of one.
+        A flax.nnx module.
     axis_name, axis_index_groups
-        The devices that share, as flax.nnx.BatchNorm's; None leaves those of each layer.
+        The devices that share statistics, as for flax.nnx.BatchNorm. If both are None, each layer
+        keeps its own; if only `axis_name` is None, each layer keeps its axis.
     weighting, running_var, sum_dtype
-        As `BatchNorm`.
+        As for `BatchNorm`.
 
     Warns
     -----
     UserWarning
-        One warning for all layers that stay as they are: of classes derived from flax's. One if
-        there is no batch norm.
+        One warning lists the layers that are not converted, because their class is a subclass of
+        flax.nnx.BatchNorm. Another says that the model has no batch norm.
 
     Examples
     --------
@@ -62,20 +63,22 @@ def convert_batch_norm(
             layer.weighting, layer.running_var, layer.sum_dtype = weighting, running_var, sum_dtype
             if axis_name is not None:
                 layer.axis_name, layer.axis_index_groups = axis_name, axis_index_groups
+            elif axis_index_groups is not None:
+                layer.axis_index_groups = axis_index_groups
         else:
-            why = f"the class {type(layer).__qualname__} is not flax's"
+            why = f"the class {type(layer).__qualname__} is a subclass of flax.nnx.BatchNorm"
             obstacles[".".join(map(str, path))] = why
     if obstacles:
-        warn(list_obstacles(obstacles, "layer(s) stay as they are"))
+        warn(list_obstacles(obstacles, "layer(s) are not converted"))
     elif not layers:
-        warn("`model` has no flax.nnx.BatchNorm: nothing to convert.")
+        warn("`model` has no flax.nnx.BatchNorm: nothing to convert. Pass a model with one.")
     return model
 
 
 def revert_batch_norm(model: _Model) -> _Model:
-    """Exchange every `BatchNorm` of a model for flax.nnx.BatchNorm, in place; returns `model`.
+    """Replace every `BatchNorm` of a model by flax.nnx.BatchNorm, in place; return the model.
 
-    State and flax's own options stay, `axis_name` among them.
+    State and flax's options, including `axis_name`, are kept.
 
     Examples
     --------

@@ -141,6 +141,13 @@ def check_conversion_and_the_way_back() -> None:
     assert jax.tree.structure(nnx.state(model)) == state
     convert_batch_norm(model, weighting="rank")  # the axis stays
     assert (model.last.axis_name, model.last.weighting) == ("devices", "rank")
+    groups = [[0, 1], [2, 3]]
+    convert_batch_norm(model, axis_index_groups=groups)  # so does it here
+    assert (model.last.axis_name, model.last.axis_index_groups) == ("devices", groups)
+    convert_batch_norm(model)
+    assert model.last.axis_index_groups == groups
+    convert_batch_norm(model, "devices")
+    assert model.last.axis_index_groups is None
     assert type(revert_batch_norm(model).last) is nnx.BatchNorm
     assert vars(model.last).keys() == vars(nnx.BatchNorm(4, rngs=nnx.Rngs(0))).keys()
     assert (model(X) == before).all()
@@ -152,11 +159,14 @@ def check_conversion_tells_what_stays() -> None:
 
     own = nnx.Sequential(Own(3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
     with pytest.warns(
-        UserWarning, match=r"1 layer.s. stay as they are: layers\.0 .the class .*Own"
+        UserWarning,
+        match=r"1 layer.s. are not converted: layers\.0 .the class .*Own is a subclass of flax",
     ):
         convert_batch_norm(own)
     assert type(own.layers[1]) is BatchNorm
-    with pytest.warns(UserWarning, match="`model` has no flax.nnx.BatchNorm: nothing to convert"):
+    with pytest.warns(
+        UserWarning, match="`model` has no flax.nnx.BatchNorm: nothing to convert. Pass"
+    ):
         convert_batch_norm(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="`weighting` must be one of"):
         convert_batch_norm(Model(), weighting="mean")  # type: ignore[arg-type]
@@ -201,7 +211,9 @@ def check_a_loader_that_fails_changes_nothing() -> None:
         update_bn_stats(model, [])
     with pytest.raises(ValueError, match="`num_iters` must be positive, or None for all batches"):
         update_bn_stats(model, [X], num_iters=0)
-    with pytest.warns(UserWarning, match=r"last had no input, and keeps its statistics"):
+    with pytest.warns(
+        UserWarning, match=r"last had no input: its running statistics are not updated"
+    ):
         update_bn_stats(model, [X[:, 0]], forward_fn=lambda m, x: m.layers[1](m.layers[0](x)))
     model.eval()
     with pytest.warns(UserWarning, match="`model` has no multibn.flax.BatchNorm in training mode"):
