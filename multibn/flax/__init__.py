@@ -1,4 +1,4 @@
-"""Layers of flax.nnx whose batch statistics are shared between devices, and what trains them."""
+"""Synchronized batch norm for flax.nnx: layer, function, conversion and precise statistics."""
 
 from multibn.flax_backend import BatchNorm as BatchNorm
 from multibn.flax_backend import convert_batch_norm as convert_batch_norm

@@ -1,3 +1,3 @@
-"""The layer of flax.linen, in the place of flax.linen.BatchNorm."""
+"""Synchronized batch norm for flax.linen: replaces flax.linen.BatchNorm."""
 
 from multibn.flax_backend.linen import BatchNorm as BatchNorm

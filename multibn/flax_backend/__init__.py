@@ -1,4 +1,4 @@
-"""Batch normalization in JAX, for flax.nnx and flax.linen: the devices of a mesh's axis share."""
+"""Batch normalization for flax.nnx and flax.linen, synchronized along a mesh axis."""
 
 from multibn.flax_backend.convert import convert_batch_norm as convert_batch_norm
 from multibn.flax_backend.convert import revert_batch_norm as revert_batch_norm

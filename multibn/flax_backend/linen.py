@@ -1,4 +1,4 @@
-"""The layer for flax.linen."""
+"""The batch norm layer for flax.linen."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ from multibn.flax_backend.functional import Options, floating, run
 class BatchNorm(linen.BatchNorm):
     """flax.linen.BatchNorm, exact over devices, masks and large means.
 
-    Takes that layer's place: fields, collections (`params`, `batch_stats`) and the names of layers
-    in a model are the same. A call takes what one of `multibn.flax.BatchNorm` takes, and raises the
-    same errors. Initialization needs no axis, and takes any batch.
+    Replaces flax.linen.BatchNorm, with the same fields, collections (`params`, `batch_stats`) and
+    layer names in a model. Calls have the arguments and errors of `multibn.flax.BatchNorm`. `init`
+    needs no bound axis, and accepts any batch.
 
     Parameters
     ----------
     weighting, running_var, sum_dtype
-        As `multibn.flax.BatchNorm`.
+        As for `multibn.flax.BatchNorm`.
     use_running_average, axis, momentum, epsilon, dtype, param_dtype, use_bias, use_scale
-        As flax.linen.BatchNorm's.
+        As for flax.linen.BatchNorm.
     bias_init, scale_init, axis_name, axis_index_groups, use_fast_variance
-        As flax.linen.BatchNorm's. `use_fast_variance` plays no part.
+        As for flax.linen.BatchNorm. `use_fast_variance` has no effect.
     force_float32_reductions, parent, name
-        As flax.linen.BatchNorm's.
+        As for flax.linen.BatchNorm.
 
     Examples
     --------
@@ -57,16 +57,16 @@ class BatchNorm(linen.BatchNorm):
         use = linen.merge_param(name, self.use_running_average, use_running_average)
         options, x = Options.of(self), floating(x)
         shape = tuple(x.shape[k] for k in options.channel_axes(x.ndim))
-        wide = jnp.float32 if self.force_float32_reductions else self.param_dtype
-        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, wide)
-        var = self.variable("batch_stats", "var", jnp.ones, shape, wide)
+        stats_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, stats_dtype)
+        var = self.variable("batch_stats", "var", jnp.ones, shape, stats_dtype)
         scale = bias = None
         if self.use_scale:
             scale = self.param("scale", self.scale_init, shape, self.param_dtype)
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         x, *_ = dtypes.promote_dtype(x, scale, bias, dtype=self.dtype)
-        mask = mask if mask is None else jnp.asarray(mask, bool)  # flax's layer takes numbers, too
+        mask = mask if mask is None else jnp.asarray(mask, bool)  # flax accepts numbers
         use |= self.is_initializing()
         running = mean.value, var.value
         batch = run(x, scale, bias, running, mask, lengths, options, use_running=use)

@@ -1,4 +1,4 @@
-"""The devices along an axis of a mesh: what a communicator is to processes."""
+"""The devices along a mesh axis, with the interface of a communicator."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -8,17 +8,17 @@ from jax import lax
 
 from multibn._typing import Array
 
-AxisName: TypeAlias = Any  # a string, or several; whatever is hashable
+AxisName: TypeAlias = Any  # any hashable, usually a string; or a tuple of them
 Groups: TypeAlias = Sequence[Sequence[int]] | None
 
 
 class MeshAxis:
-    """The devices along the axis `name` of a mesh, or those of one of its `groups`.
+    """The devices along the mesh axis `name`, or one of the `groups` of these devices.
 
-    Raises ValueError, which names the parameter, unless the axis is bound where JAX traces.
+    Raises ValueError unless the axis is bound while JAX traces.
     """
 
-    rank = 0  # one program runs on all devices, and does not know where
+    rank = 0  # all devices run the same program, and have no ranks
 
     def __init__(self, name: AxisName, groups: Groups) -> None:
         self.name, self.groups = name, groups
@@ -29,13 +29,13 @@ class MeshAxis:
             raise ValueError(
                 "`axis_name` must be an axis that jax.shard_map, jax.pmap or jax.vmap binds around "
                 f"the call: got {name!r}, and {bound or 'none'} is bound. Under jax.jit alone, "
-                "leave `axis_name` out: a program over sharded arrays is that of one process."
+                "leave `axis_name` out: statistics then cover the whole sharded array."
             ) from error
         members = sorted(i for group in groups or () for i in group)
         if groups is not None and members != [*range(length)]:
             raise ValueError(
                 f"`axis_index_groups` must have each of the {length} indices of the axis {name!r} "
-                f"once: got {groups}."
+                f"exactly once: got {groups}."
             )
         self.size = length if groups is None else len(groups[0])
 
@@ -45,17 +45,17 @@ class MeshAxis:
             return lax.psum(x, self.name, axis_index_groups=self.groups)
         except NotImplementedError as error:
             raise ValueError(
-                f"`axis_index_groups` needs jax.shard_map(..., check_vma=False), or jax.pmap: got "
-                f"{self.groups} where JAX tells varying values from others."
+                f"`axis_index_groups` needs jax.shard_map(..., check_vma=False) or jax.pmap: got "
+                f"{self.groups} under jax.shard_map(..., check_vma=True)."
             ) from error
 
 
 def spread(summed: Array, x: Array, name: AxisName) -> Array:
-    """A sum over devices as an array of each device, if `x` is one.
+    """Return a sum over devices as an array that varies over devices, if `x` varies.
 
-    The gradients of all that is computed from the array are then summed in one message.
+    The gradients of everything that is computed from the array are then summed in one psum.
     """
     varying = getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", ())
     names = name if isinstance(name, tuple) else (name,)
-    own = tuple(each for each in names if each in varying)
-    return lax.pcast(summed, own, to="varying") if own else summed
+    varying_names = tuple(name for name in names if name in varying)
+    return lax.pcast(summed, varying_names, to="varying") if varying_names else summed

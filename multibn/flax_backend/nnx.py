@@ -1,4 +1,4 @@
-"""The layer for flax.nnx."""
+"""The batch norm layer for flax.nnx."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from multibn.kernels import steps
 
 
 class Population(nnx.Variable):
-    """The sums of all inputs of a layer, while `update_bn_stats` runs."""
+    """The sums over all inputs of a layer, while `update_bn_stats` runs."""
 
     def add(self, batch: Batch) -> None:
-        """Add the elements of one more batch, unless it is not finite."""
+        """Add the sums of a batch, unless the batch is not finite or has no element."""
         with jax.enable_x64(True):
             mean, var, count, _ = batch.statistics
             sums = self[...] + steps.pack(mean, var + mean * mean, count, count)
@@ -25,49 +25,49 @@ class Population(nnx.Variable):
 class BatchNorm(nnx.BatchNorm):
     """flax.nnx.BatchNorm, exact over devices, masks and large means.
 
-    Takes that layer's place: arguments, state (`scale`, `bias`, `mean`, `var`) and the dtype of the
-    output are the same. Under jax.jit over sharded arrays the program is that of one process, and
-    `axis_name` is None. Under jax.shard_map and jax.pmap the devices along `axis_name` share: one
-    psum each way of 2C+2 float64 numbers, and one of C+1 more for float64 input. Devices hold
-    uneven shares of a batch, or nothing, by masks. All transformations of JAX apply.
+    Replaces flax.nnx.BatchNorm, with the same arguments, state (`scale`, `bias`, `mean`, `var`) and
+    output dtype. Under jax.jit over sharded arrays, leave `axis_name` None: statistics cover the
+    whole array. Under jax.shard_map and jax.pmap, the devices along `axis_name` share statistics.
+    The forward and the backward pass each have one psum of 2C+2 float64 numbers; for float64 input,
+    the forward pass has another one of C+1. With masks, devices may hold different numbers of
+    samples, or none. All transformations of JAX work.
 
     Parameters
     ----------
     num_features
-        C, the channels.
+        The number of channels C.
     weighting
-        What a device counts for: `"element"` for its elements, which makes the statistics those of
-        the batch of all devices; `"sample"` for its samples; `"rank"` for 1, as a mean over devices
-        does.
+        How devices are weighted. `"element"`: by elements per channel, for the statistics of the
+        batch of all devices. `"sample"`: by samples. `"rank"`: all devices with elements equally.
     running_var
-        The variance that moves `var`: `"biased"`, flax's; `"unbiased_global"`, times N/(N-1) with
-        the N elements of a channel on all devices, torch's; `"unbiased_local"`, with this device's
-        elements, ChainerMN's, which differs from device to device.
+        The variance that updates `var`. `"biased"`: as in flax. `"unbiased_global"`: as in torch,
+        times N/(N-1) for N elements per channel on all devices. `"unbiased_local"`: as in
+        ChainerMN, with N on this device; the result may differ between devices.
     sum_dtype
-        Of sums over a batch of float32 or 16-bit input: float64, or float32 for devices that are
-        slow in float64, at the cost of a relative error of 1e-7 in the variance. Messages are
-        float64.
+        The dtype of sums over float32 or 16-bit input: float64, or float32 for devices that are
+        slow in float64, at the cost of a relative error of 1e-7 in the variance. Sums over devices
+        are always float64.
     **options
-        By name, as flax.nnx.BatchNorm's: `rngs`, `use_running_average`, `axis`, `momentum`,
+        Keyword arguments of flax.nnx.BatchNorm: `rngs`, `use_running_average`, `axis`, `momentum`,
         `epsilon`, `dtype`, `param_dtype`, `use_bias`, `use_scale`, `axis_name`,
-        `axis_index_groups`, ... `momentum` is the decay, 1 less that of torch.
-        `use_fast_variance` plays no part: the variance is the stable one, always.
+        `axis_index_groups`, ... As in flax, `momentum` is 1 minus torch's momentum.
+        `use_fast_variance` has no effect: the variance is always computed stably.
 
     Raises
     ------
     TypeError, ValueError
-        If an option has another value than above. Where JAX traces: if `axis_name` is not bound; if
-        `axis_index_groups` does not cover the axis, or is under a jax.shard_map with `check_vma`;
-        if the input is not floating-point, has other channels, no element, or one value per
+        If an option has a wrong value. While JAX traces: if `axis_name` is not bound; if
+        `axis_index_groups` does not cover the axis, or is used with jax.shard_map's `check_vma`; if
+        the input is not floating-point, has the wrong channels, no element, or one value per
         channel; if `mask` or `lengths` does not fit.
     FloatingPointError
-        If an input has NaN or infinity, outside of JAX's transformations; float16 is let through.
-        Inside of jax.jit, the output is NaN, and running statistics stay as they are.
+        If an input contains NaN or infinity, outside JAX's transformations; never for float16.
+        Under jax.jit, the output is NaN and running statistics are not updated.
 
     Notes
     -----
-    Running statistics have the dtype of the state, float32 as flax makes it; a state of float64
-    stays one. float64 inside needs no jax_enable_x64.
+    Running statistics keep the dtype of the state: float32 as flax creates it, or float64. The
+    layer computes in float64 internally, without jax_enable_x64.
 
     Examples
     --------
@@ -104,23 +104,26 @@ class BatchNorm(nnx.BatchNorm):
         mask: Array | None = None,
         lengths: Array | None = None,
     ) -> Array:
-        """Normalize an input, by its batch or by running statistics.
+        """Normalize an input by its batch statistics or by the running statistics.
 
         Parameters
         ----------
         x
             Shape `(N, *spatial, C)`, or with the channels on `axis`.
         use_running_average
-            Whether by running statistics; None for the layer's own option.
+            Whether to normalize by running statistics; None for the layer's option.
         mask
-            Booleans that broadcast to `x`, with 1 for the channels as flax's: True for the elements
-            that count. Others take no part, whatever they hold, and the output is 0 there.
+            Booleans that broadcast to `x`, of size 1 along the channels as in flax. True for valid
+            elements. Invalid elements are ignored, even NaN, and their output is 0.
         lengths
-            Integers of shape `(N,)`: the elements along axis 1 that count in each sample.
+            Integers of shape `(N,)`: the number of valid elements along axis 1 of each sample.
         """
         use = self.use_running_average if use_running_average is None else use_running_average
         if use is None:
-            raise ValueError("`use_running_average` must be a bool in the call, or of the layer.")
+            raise ValueError(
+                "`use_running_average` must be a bool in the call or in the layer: got None in "
+                "both. Call model.train() or model.eval() first."
+            )
         options, x = Options.of(self), floating(x)
         scale, bias = (v if v is None else v[...] for v in (self.scale, self.bias))
         running = self.mean[...], self.var[...]

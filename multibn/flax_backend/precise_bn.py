@@ -1,4 +1,4 @@
-"""Precise batch norm: running statistics from a whole pass over data."""
+"""Precise batch norm: running statistics from a whole pass over the data."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -25,34 +25,34 @@ def update_bn_stats(
 ) -> None:
     """Replace the running statistics of a model's batch norms by statistics of the loader's data.
 
-    The statistics are those of all elements of each layer's inputs, over all batches, of any sizes,
-    and over all devices (Wu & Johnson, 2021, arXiv:2105.07576, section 3). Layers normalize by the
-    batch meanwhile, as in training. Only `mean` and `var` change: other state is as before, and all
-    is after an exception.
+    The statistics cover all elements of each layer's inputs, in all batches and on all devices
+    (Wu & Johnson, 2021, arXiv:2105.07576, section 3). Batches may differ in size. During the pass,
+    layers normalize by batch statistics, as in training. Only `mean` and `var` change: other state
+    is restored. After an exception, all state is restored.
 
     Parameters
     ----------
     model
-        Its `BatchNorm` layers with `use_running_average=False` are updated: call `model.train()`,
-        and `convert_batch_norm`, before.
+        The model, whose `BatchNorm` layers with `use_running_average=False` are updated: call
+        `convert_batch_norm(model)` and `model.train()` first.
     data_loader
         Any iterable of batches.
     num_iters
-        Stop after so many batches; None for all.
+        Stop after this number of batches; None for all batches.
     forward_fn
         Called as `forward_fn(model, batch)`. Default: nnx.jit of `model(batch)`, or of
-        `model(batch[0])` for a tuple or list. Layers with an `axis_name` need one that binds the
-        axis, by nnx.shard_map for example.
+        `model(batch[0])` for a tuple or list. Layers with an `axis_name` need a `forward_fn` that
+        binds the axis, for example with nnx.shard_map.
 
     Raises
     ------
     TypeError, ValueError
-        If `num_iters` is no positive int, or if there is no batch.
+        If `num_iters` is not a positive int, or if there is no batch.
 
     Warns
     -----
     UserWarning
-        If there is no layer to update, or a layer that had no input, which keeps its statistics.
+        If there is no layer to update, or if a layer had no input and is not updated.
 
     Examples
     --------
@@ -95,13 +95,15 @@ def update_bn_stats(
                 del layer.population
         nnx.update(model, before)
     if not num_batches:
-        raise ValueError("`data_loader` must have a batch: got none.")
+        raise ValueError(
+            "`data_loader` must have a batch: got none. An iterator can be used only once."
+        )
     for path, layer in layers.items():
         estimator = PopulationEstimator(np.zeros(layer.num_features))
         estimator.add(sums[path])
         found = estimator.compute()
         if not found.count:
-            warn(f"{path or 'the layer'} had no input, and keeps its statistics.")
+            warn(f"{path or 'the layer'} had no input: its running statistics are not updated.")
             continue
         var = running_variance(found, local_count=found.count, convention=layer.running_var)
         for kept, new in ((layer.mean, found.mean), (layer.var, var)):
