@@ -1,4 +1,4 @@
-"""Equal models on all ranks: a check, and the ranks that act on a model together."""
+"""Check that all ranks hold the same model, and find the communicator of a model."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ from multibn.engine.consistency import check_equal, common_group
 
 
 def participants(model: chainer.Link, comm: CommunicatorLike, /) -> Communicator:
-    """The ranks of `comm`, or of the model by the rule of `check_sync`. Not collective."""
+    """Return the communicator of `comm`, with the default of `check_sync`. Not collective."""
     if comm is not None:
         return as_communicator(comm)
     groups = {
@@ -28,18 +28,18 @@ def check_sync(
 ) -> None:
     """Raise on all ranks unless they hold the same model, bit for bit, with the same options.
 
-    Collective: every rank must call it, with three small allreduces if all models are equal.
-    Call it before saving, or once an epoch: it copies the model to host memory.
+    Collective: every rank must call check_sync. Equal models cost three small allreduces, and a
+    copy of the model to host memory: call check_sync before saving or once per epoch.
 
     Parameters
     ----------
     model
-        Parameters and persistent values are compared, under names as `"/bn/avg_mean"`: arrays,
-        numbers, strings, and sequences of these.
+        The model. Its parameters and persistent values (arrays, numbers, strings, and sequences of
+        these) are compared by name, for example `"/bn/avg_mean"`.
     comm
-        The ranks to compare, anything that `multibn.as_communicator` takes. Default: the group that
-        was given to all multi-node links of the model, `multibn.SingleProcess()` included, where a
-        `multibn.Group` counts as its parent; else torch's default process group.
+        The ranks to compare: anything that `multibn.as_communicator` accepts. Default: the group of
+        all multi-node links of the model, `multibn.SingleProcess()` included, or the parent of a
+        `multibn.Group`; if the model has no such link, torch's default process group.
     ignore
         A pattern of names to leave out, or several: `["*/avg_*"]` for batch normalization that
         does not share statistics.
@@ -47,13 +47,13 @@ def check_sync(
     Raises
     ------
     ValueError
-        If `comm` is None and the model's links were given unlike groups; or if a launcher started
+        If `comm` is None and the model's links have different groups; or if a launcher started
         several processes, but neither a link nor torch.distributed has a group.
     TypeError
-        If a value is none of these. RuntimeError then on the other ranks.
+        If a persistent value has another type. The other ranks then raise RuntimeError.
     RuntimeError
-        On all ranks. If values differ, the message has names, ranks and largest differences from
-        rank 0; if the models are built differently, the additional and the missing names.
+        On all ranks, if the models differ. For different values, the message lists names, ranks and
+        largest differences from rank 0; for different structures, additional and missing names.
 
     Examples
     --------
@@ -87,7 +87,7 @@ def check_sync(
 
 
 def _as_array(value: Any) -> Any:
-    """A persistent value as Chainer's serializers store it; one of objects is refused."""
+    """Return a persistent value as serializers store it; `check_equal` rejects Python objects."""
     try:
         return np.asarray(value)
     except ValueError:  # a sequence whose items differ in length

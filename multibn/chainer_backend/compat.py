@@ -16,13 +16,13 @@ import numpy as np
 def make_importable() -> None:
     """Install the stand-ins, unless Chainer is imported already.
 
-    With a CuPy that has no cuDNN at all, as from CuPy 14 on, this function sets CHAINER_CUDNN to 0
-    in the environment unless the variable is set. Chainer would otherwise warn at its import, and
-    advise the user to install cuDNN, which changes nothing.
+    If CuPy has no cuDNN module (CuPy 14 and newer), this function sets the environment variable
+    CHAINER_CUDNN=0, unless the variable is set. Otherwise Chainer would warn at import and advise
+    installing cuDNN, which would not help.
     """
     if "chainer" in sys.modules:
         return
-    # Nothing is lost: the check only warns about versions that no longer exist.
+    # Chainer works without the check, which only warns about obsolete versions of packages.
     check = types.ModuleType("chainer._environment_check")
     check.check = lambda: None  # type: ignore[attr-defined]
     sys.modules["chainer._environment_check"] = check

@@ -1,4 +1,4 @@
-"""Exchange the batch normalization links of a model for multi-node ones."""
+"""Replace the batch normalization links of a model by multi-node ones."""
 
 import copy
 from collections.abc import Iterable
@@ -25,38 +25,38 @@ def create_mnbn_model(
     nonfinite: Nonfinite = None,
     strict: bool = False,
 ) -> chainer.Link:
-    """A copy of a model in which every L.BatchNormalization is a `MultiNodeBatchNormalization`.
+    """Copy a model, and replace every L.BatchNormalization by `MultiNodeBatchNormalization`.
 
-    Takes the place of chainermn.links.create_mnbn_model. A deep copy: it shares no array with
-    `link`, and shares inside of itself the parameters and links that `link` does. Parameters,
-    moving averages, `axis`, `decay` and `eps` carry over; communicators among the attributes of
-    links are not copied. The way back is Chainer's `link.copyparams(model)`, which copies
-    parameters and moving averages. Not collective.
+    Replaces chainermn.links.create_mnbn_model. The deep copy shares no array with `link`.
+    Parameters and links that `link` uses in several places are shared in the copy, too. Parameters,
+    moving averages, `axis`, `decay` and `eps` are kept. Communicators in the links' attributes are
+    not copied. To convert back, call Chainer's `link.copyparams(model)`, which copies parameters
+    and moving averages to the original. Not collective.
 
     Parameters
     ----------
     link
         A Chain, ChainList, Sequential, or a bare link.
     comm, communication_backend, weighting, avg_var, nonfinite
-        As `MultiNodeBatchNormalization`'s.
+        As for `MultiNodeBatchNormalization`.
     strict
-        Raise if a link cannot be converted, or if the model has none to convert.
+        Raise TypeError if a link cannot be converted, or if the model has no link to convert.
 
     Raises
     ------
     TypeError, ValueError
-        As `MultiNodeBatchNormalization`, also for `decay` and `eps` of the model's links.
-        ValueError for a link that takes its size from an input, before the first one. TypeError as
-        `strict` says.
+        As `MultiNodeBatchNormalization` raises, also for `decay` and `eps` of the model's links.
+        ValueError if a link with `size=None` has not had its first input. TypeError if `link` is
+        not a chainer.Link, and for `strict`.
 
     Warns
     -----
     UserWarning
-        One warning lists the links that are copied without conversion, by reason: a class that
-        overrides more than the constructor, as L.BatchRenormalization does, or a class with moving
-        averages that is not an L.BatchNormalization: conditional normalizations of GANs, and
-        ChainerMN's own link. Another warning says that the model has no link to convert, a third
-        one lists links that are already synchronized with different options.
+        One warning lists the links that are copied without conversion, by reason. Either their
+        class overrides more than the constructor (L.BatchRenormalization), or it has moving
+        averages but is not an L.BatchNormalization (ChainerMN's link, conditional normalization of
+        GANs). Others say that the model has no link to convert, or list links that are already
+        synchronized with different options.
 
     Examples
     --------
@@ -78,34 +78,35 @@ def create_mnbn_model(
     )
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
     norms: list[L.BatchNormalization] = []
-    mine = vars(LinkOptions(weighting=weighting, avg_var=avg_var, nonfinite=nonfinite))
-    asked = {name: v for name, v in mine.items() if v != getattr(LinkOptions, name)}
-    shared: dict[str, str] = {}
+    requested = vars(LinkOptions(weighting=weighting, avg_var=avg_var, nonfinite=nonfinite))
+    non_default = {k: v for k, v in requested.items() if v != getattr(LinkOptions, k)}
+    synchronized: dict[str, str] = {}  # by path: the options that differ from the requested ones
     obstacles = find_unsupported_norms(link)
     # The memo of the deep copy holds the new links, so that they replace the old ones in children,
     # Sequentials and any other attributes, and shared parameters stay shared.
     memo: dict[int, Any] = {}
-    for path, each in link.namedlinks():
-        # Do not copy communicators: the constructor of some is collective.
-        kept = [v for v in vars(each).values() if hasattr(type(v), "allreduce")]
+    for path, child in link.namedlinks():
+        # Do not copy communicators: some constructors are collective.
+        kept = [v for v in vars(child).values() if hasattr(type(v), "allreduce")]
         memo |= {id(communicator): communicator for communicator in kept}
-        if isinstance(each, MultiNodeBatchNormalization):
-            has = vars(LinkOptions.of(each))
-            shared[path] = ", ".join(f"{k}={has[k]!r}" for k, v in asked.items() if has[k] != v)
-        if not isinstance(each, L.BatchNormalization):
+        if isinstance(child, MultiNodeBatchNormalization):
+            current = vars(LinkOptions.of(child))
+            different = [k for k, v in non_default.items() if current[k] != v]
+            synchronized[path] = ", ".join(f"{k}={current[k]!r}" for k in different)
+        if not isinstance(child, L.BatchNormalization):
             continue
-        if names := overridden(type(each), lambda cls: cls is L.BatchNormalization):
+        if names := overridden(type(child), lambda cls: cls is L.BatchNormalization):
             why = f"its class overrides {', '.join(names)}, which would be lost"
-            obstacles[path] = f"{type(each).__module__}.{type(each).__qualname__}: {why}"
+            obstacles[path] = f"{type(child).__module__}.{type(child).__qualname__}: {why}"
         else:
-            norms.append(each)
-    if unlike := {path: has for path, has in shared.items() if has}:
+            norms.append(child)
+    if kept_options := {path: options for path, options in synchronized.items() if options}:
         message = list_obstacles(
-            unlike, "link(s) are synchronized already and keep their own options"
+            kept_options, "link(s) are synchronized already and keep their own options"
         )
         warn(message)
     message = "`link` has no L.BatchNormalization: nothing is converted. "
-    message += "Its links are already synchronized." if shared else "Pass a model with one."
+    message += "Its links are already synchronized." if synchronized else "Pass a model with one."
     if obstacles:
         message = list_obstacles(
             obstacles, "link(s) could not be converted, statistics will not be synchronized"
@@ -125,7 +126,7 @@ def create_mnbn_model(
 
 
 def check_sizes(name: str, links: Iterable[Any]) -> None:
-    """Raise ValueError if a link of the argument `name` waits for its first input for a size."""
+    """Raise ValueError if a link in the argument `name` has no size before its first input."""
     if any(link.avg_mean is None for link in links):
         raise ValueError(
             f"a batch normalization link in `{name}` is not initialized (size=None). Call the "

@@ -1,7 +1,7 @@
 """Moving averages from whole passes over data: fine-tuning of batch normalization links.
 
-Chainer's fine-tuning averages the variances of batches: it leaves out the variance between batches
-and gives small batches the weight of large ones. Here the population is exact.
+Chainer's fine-tuning averages the variances of batches. That ignores the variance between batches,
+and weights small batches like large ones. This extension computes exact population statistics.
 """
 
 import copy
@@ -26,18 +26,18 @@ from multibn.engine.precise import Population, PopulationRun, input_of, length_o
 
 
 class FinetunePopulationStatistics(training.Extension):
-    """Replaces the moving averages of a model's batch normalization by statistics of all data.
+    """Replace the moving averages of a model's batch normalization by statistics of all data.
 
-    An extension of a trainer, by default once an epoch, before evaluators and snapshots; a call
-    does the same without a trainer. The model runs forward on the batches in training mode, without
-    gradients, so that deeper links get the same inputs as in training, and multi-node links share
-    their statistics. Only `avg_mean`, `avg_var` and `N` of batch normalization links change: other
-    persistent values, `chainer.config`, reports and NumPy's random state are as before. After an
-    exception or a KeyboardInterrupt everything is as before.
+    A trainer runs this extension once per epoch by default, before evaluators and snapshots.
+    Without a trainer, call the extension. The model runs forward on the batches in training mode,
+    without gradients: deeper links get the same inputs as in training, and multi-node links share
+    statistics. Only `avg_mean`, `avg_var` and `N` of batch normalization links change: other
+    persistent values, `chainer.config`, reports and NumPy's random state are restored. After an
+    exception or a KeyboardInterrupt, everything is restored.
 
-    A call is collective: every rank of `comm` must make it, with the same arguments but for the
-    data. Each batch has one small allreduce, and each link of C channels one of 2C+2 numbers at the
-    end. Iterators may differ in length: a rank without data left takes part in multi-node links
+    A call is collective: every rank of `comm` must make it, with the same arguments except for the
+    data. Each batch has one small allreduce. At the end, each link of C channels has one of 2C+2
+    numbers. Iterators may differ in length: a rank that has run out of data calls multi-node links
     with empty batches.
 
     Parameters
@@ -45,14 +45,14 @@ class FinetunePopulationStatistics(training.Extension):
     iterator
         A Chainer iterator with `repeat=False`, or any iterable of batches: this rank's data.
     target
-        The model, as an Evaluator's. All its batch normalization links change, multi-node or not.
+        The model, as for an Evaluator. All batch normalization links change, multi-node or not.
     comm
         The ranks whose data is pooled, as in `check_sync`. They should include the ranks of all
         multi-node links of the model.
     converter
-        Makes arrays of a batch, `converter(batch, device)`; None if batches are arrays already.
+        Called as `converter(batch, device)` to make arrays of a batch; None if batches are arrays.
     device
-        The device for `converter`; default: that of `target`.
+        The device for `converter`; default: the device of `target`.
     eval_func
         Called as `eval_func(*arrays)` for a tuple, `eval_func(**arrays)` for a dict; default:
         `target`.
@@ -62,27 +62,27 @@ class FinetunePopulationStatistics(training.Extension):
     Raises
     ------
     TypeError
-        If `comm` is no communicator.
+        If `comm` is not a communicator, `target` not a chainer.Link, or `progress` not a bool.
     ValueError
-        If `iterator` never ends. By a call, if `target` has no batch normalization link or one
-        without a size so far; for `comm` as `check_sync`. On all ranks, if no rank has a batch, or
-        if a rank has none and there are multi-node links; OneValueError, if a multi-node link gets
-        one value per channel, as of a last batch of one sample: let the iterator drop that batch.
+        If `iterator` repeats. In a call: if `target` has no batch normalization link, or one whose
+        size is not known yet; for `comm`, as `check_sync`. On all ranks: if no rank has a batch, or
+        if a rank has none and there are multi-node links. OneValueError if a multi-node link gets
+        one value per channel, for example from a last batch of one sample: drop that batch.
     RuntimeError
-        By a call, on the other ranks, if one rank's iterator or converter raised.
+        In a call, on the other ranks, if one rank's iterator or converter raises.
 
     Warns
     -----
     UserWarning
-        For links of `target` with moving averages that are no L.BatchNormalization: their paths.
+        Lists the links of `target` that have moving averages but are not L.BatchNormalization.
 
     Notes
     -----
-    `avg_mean` and `avg_var` become mean and variance of all elements of the link's inputs on all
-    ranks, for batches of any sizes. The variance is unbiased, times N/(N-1) with N these elements
-    per channel, whatever the link's `avg_var` convention is. The link's `N` becomes the number of
-    its calls on this rank. A link without input keeps its values, and so does one that the forward
-    pass calls with `chainer.config.train` False.
+    `avg_mean` and `avg_var` become the mean and variance of all elements of the link's inputs, over
+    all batches and ranks, for batches of any sizes. The variance is unbiased (divided by the number
+    of elements per channel minus 1), whatever the link's `avg_var` option. The link's `N` becomes
+    the number of its calls on this rank. A link keeps its values if it gets no input, or only with
+    `chainer.config.train` False.
 
     Examples
     --------
@@ -98,7 +98,7 @@ class FinetunePopulationStatistics(training.Extension):
     """
 
     trigger = 1, "epoch"
-    priority = training.extension.PRIORITY_WRITER + 2  # AllreducePersistent's is one less
+    priority = training.extension.PRIORITY_WRITER + 2  # just before AllreducePersistent
 
     def __init__(
         self,
@@ -182,13 +182,15 @@ def _norms(target: chainer.Link) -> list[_Norm]:
     kinds = MultiNodeBatchNormalization, L.BatchNormalization
     links: list[Any] = [link for link in target.links() if isinstance(link, kinds)]
     if not links:
-        raise ValueError("`target` must have a batch normalization link: got none.")
+        raise ValueError(
+            "`target` must have a batch normalization link: got none. Pass the whole model."
+        )
     check_sizes("target", links)
     return [_Norm(link) for link in links]
 
 
 class _Watch(chainer.LinkHook):
-    """Notes the links' calls in a pass, and adds the inputs of Chainer's own links."""
+    """Count the links' calls, and add the inputs of Chainer's own links to their populations."""
 
     name = "FinetunePopulationStatistics"
 
@@ -206,7 +208,7 @@ class _Watch(chainer.LinkHook):
         try:
             axis, _ = functions.check_input(x, *layout, SingleProcess())
         except (TypeError, ValueError):
-            return  # the link will raise, and tell the other ranks
+            return  # the link will raise, and make the other ranks raise
         x = chainer.as_array(x)
         norm.count()
         self._run.repeat(norm.count)

@@ -1,4 +1,4 @@
-"""Multi-node batch normalization as a function of arrays, for links of the user's own."""
+"""Multi-node batch normalization as a function of arrays, for user-defined links."""
 
 import math
 from types import SimpleNamespace
@@ -34,8 +34,9 @@ def multi_node_batch_normalization(
 ) -> chainer.Variable:
     """Normalize `x` by the statistics of the batch of all ranks, as F.batch_normalization does.
 
-    Collective: every rank of `comm` must call it, and must run the backward pass if any rank does.
-    For links that call chainer.functions.batch_normalization themselves, on slices for example.
+    Collective: every rank of `comm` must call this function, and must run the backward pass if any
+    rank does. It replaces chainer.functions.batch_normalization in links that call that function
+    themselves, on slices for example.
 
     Parameters
     ----------
@@ -44,16 +45,16 @@ def multi_node_batch_normalization(
     gamma, beta
         Variables or arrays of the shape of the channels.
     running_mean, running_var
-        Arrays of that shape, updated in place; slices update their part of a link's `avg_mean` and
-        `avg_var`. `running_var` gets the unbiased variance of the whole batch. None for no update;
-        pass both or none.
+        Arrays with the shape of `gamma`, updated in place. Slices of a link's `avg_mean` and
+        `avg_var` update that part. `running_var` gets the unbiased variance of the whole batch.
+        Pass both, or neither to update nothing.
     comm, eps, decay, axis, weighting, nonfinite, mask, lengths
-        As `MultiNodeBatchNormalization` and its calls.
+        As for `MultiNodeBatchNormalization` and its calls.
 
     Raises
     ------
     TypeError, ValueError
-        If shapes do not fit, or an option is out of range. RuntimeError then on the other ranks.
+        If shapes do not fit, or an option is out of range. The other ranks raise RuntimeError.
 
     Examples
     --------
@@ -81,8 +82,8 @@ def multi_node_batch_normalization(
         if len(set(shapes)) > 1 or len(given) == 3:
             names = ", ".join(f"`{name}`" for name in given)
             raise ValueError(
-                "`gamma`, `beta`, `running_mean` and `running_var` must have one shape, the last "
-                f"two both or none: got {names} of shapes {shapes}."
+                "`gamma`, `beta`, `running_mean` and `running_var` must have the same shape, and "
+                f"the last two must be given together: got {names} of shapes {shapes}."
             )
     except (TypeError, ValueError) as error:
         like = chainer.as_array(x)

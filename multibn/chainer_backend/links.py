@@ -34,7 +34,7 @@ from multibn.options import NormOptions
 
 
 def check_link(name: str, link: object) -> None:
-    """Raise TypeError unless `link` is a link; `name` is the argument's."""
+    """Raise TypeError unless `link`, the value of argument `name`, is a chainer.Link."""
     if not isinstance(link, chainer.Link):
         raise TypeError(
             f"`{name}` must be a chainer.Link: got {type(link).__qualname__}. Pass the model."
@@ -43,7 +43,7 @@ def check_link(name: str, link: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions(NormOptions):
-    """The options of a link, in Chainer's words."""
+    """The options of a link, under Chainer's names."""
 
     decay: float = 0.9
     use_gamma: bool = True
@@ -66,44 +66,45 @@ class LinkOptions(NormOptions):
 class MultiNodeBatchNormalization(chainer.Link):
     """Batch normalization over the batches of all ranks of a communicator.
 
-    N ranks give the numbers that one process gives on the concatenated batch, for any split, empty
-    ranks included. Takes the place of chainermn.links.MultiNodeBatchNormalization, with the same
-    parameters, persistent values and npz files.
+    N ranks compute the same numbers as one process on the concatenated batch, however the batch is
+    split; a rank may have no samples. Replaces chainermn.links.MultiNodeBatchNormalization, with
+    the same parameters, persistent values and npz files.
 
-    With `chainer.config.train`, the call is collective: every rank must make it. It has one
-    allreduce of 2C+4 float64 numbers, the backward pass one of 2C+2; a link's first call has one
-    more, of a fixed size. In evaluation the link does not communicate.
+    With `chainer.config.train`, a call is collective: every rank must call the link. The forward
+    pass has one allreduce of 2C+4 float64 numbers, the backward pass one of 2C+2. The first call
+    has one more, of a fixed size. In evaluation the link does not communicate.
 
     Parameters
     ----------
     size
         Channels: a positive int or the shape of the channel axes.
     comm
-        Anything that `multibn.as_communicator` takes, a ChainerMN communicator for example.
+        Anything that `multibn.as_communicator` accepts, for example a ChainerMN communicator.
     decay
         Decay rate of the moving averages, in [0, 1].
     eps
         Positive number that is added to the variance.
     dtype
-        Floating-point dtype of parameters and moving averages; default: `chainer.config.dtype`, for
-        mixed16 float32.
+        Floating-point dtype of parameters and moving averages. Default: `chainer.config.dtype`, or
+        float32 for mixed16.
     use_gamma, use_beta, initial_gamma, initial_beta, communication_backend
-        As those of chainermn.links.MultiNodeBatchNormalization.
+        As for chainermn.links.MultiNodeBatchNormalization.
     axis
-        The axes to reduce, an int or a tuple; default: all but the channel axes, from 1 on.
+        The axes to reduce, an int or a tuple. Default: all except the channels, which are axis 1
+        and, if `size` has several numbers, the axes after it.
     weighting
-        How ranks are weighted. Choose `"element"`, by elements per channel, for the statistics of
-        the concatenated batch; `"sample"`, by batch size, if inputs of different sizes, as images
-        in detection, should contribute alike; `"rank"`, every non-empty rank alike, to reproduce
-        models that ChainerMN has trained. The three agree if all ranks have equal shapes.
+        How ranks are weighted. `"element"`: by elements per channel, for the statistics of the
+        concatenated batch. `"sample"`: by batch size, so that inputs of different sizes, such as
+        images in detection, contribute equally. `"rank"`: all non-empty ranks equally, to reproduce
+        models trained with ChainerMN. The three agree if all ranks have equal shapes.
     avg_var
-        The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
-        (ChainerMN's) or `"biased"`, see `multibn.engine.running_variance`.
+        Which variance is stored in `avg_var`: `"unbiased_global"`, `"unbiased_local"` (ChainerMN)
+        or `"biased"`, see `multibn.engine.running_variance`.
     nonfinite
         What to do if a rank's input contains NaN, infinity or values that overflow: `"raise"`
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks, no
-        moving average is updated, and a RuntimeWarning names the link and these ranks. None:
-        `"skip"` for float16, `"raise"` for other dtypes.
+        moving average is updated, and a RuntimeWarning names the link and the ranks with such
+        input. None: `"skip"` for float16, `"raise"` for other dtypes.
     fuse_relu
         Apply a ReLU in the same pass; `link(x, residual=residual)` adds an array like `x` before
         the ReLU.
@@ -117,19 +118,19 @@ class MultiNodeBatchNormalization(chainer.Link):
     N
         Number of fine-tuning batches since `start_finetuning`.
     comm
-        The ChainerMN communicator if the constructor got one, else the multibn Communicator. May be
-        assigned, on all ranks between two steps: anything that the constructor takes.
+        The ChainerMN communicator if the constructor got one, otherwise the multibn Communicator.
+        All ranks may assign a new one between two steps: anything that the constructor accepts.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument has another type or value than those above.
+        If an argument has a wrong type or value.
 
     Examples
     --------
     >>> import numpy as np
     >>> from multibn.chainer import MultiNodeBatchNormalization
-    >>> link = MultiNodeBatchNormalization(8, None)  # a ChainerMN communicator, in place of None
+    >>> link = MultiNodeBatchNormalization(8, None)  # with ChainerMN, pass `comm`, not None
     >>> link(np.random.randn(4, 8).astype("f")).shape
     (4, 8)
     """
@@ -193,27 +194,27 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     @property
     def layer_communicator(self) -> LayerCommunicator:
-        """The link's communicator, under the name that the link has in its model."""
+        """This link's LayerCommunicator; errors name the link by its path in the model."""
         if self not in _layer_communicators:
-            own = weakref.ref(self)
+            link_ref = weakref.ref(self)
             _layer_communicators[self] = LayerCommunicator(
                 self._communicator,
-                lambda: _name(own()),
-                options=lambda: vars(LinkOptions.of(own())),
+                lambda: _name(link_ref()),
+                options=lambda: vars(LinkOptions.of(link_ref())),
                 compared=self._compared,
             )
         return _layer_communicators[self]
 
     @property
     def comm(self) -> Any:
-        """The communicator that the constructor got; may be assigned."""
+        """The communicator that was passed to the constructor or assigned."""
         if isinstance(self._communicator, ChainerMN):
             return self._communicator.comm
         return self._communicator
 
     @comm.setter
     def comm(self, comm: CommunicatorLike) -> None:
-        # None stands for no ChainerMN communicator: the backend waits for the next one.
+        # None has no backend to select: keep the name for the next ChainerMN communicator.
         backend = "auto" if comm is None else self._communication_backend
         self._communicator = _wrapped(comm, backend)
         _layer_communicators.pop(self, None)
@@ -234,73 +235,73 @@ class MultiNodeBatchNormalization(chainer.Link):
         x
             The input, of a real floating-point dtype.
         finetune
-            In training, average the statistics cumulatively, all batches alike, instead of with
-            `decay`: see `start_finetuning`.
+            In training, average the statistics of all batches since `start_finetuning` with equal
+            weights, instead of with `decay`.
         residual
-            Variable or array of the shape and dtype of `x` that is added to the output, before the
-            ReLU of `fuse_relu=True`.
+            Variable or array with the shape and dtype of `x`, added to the output before the ReLU
+            of `fuse_relu=True`.
         mask, lengths
             `mask`: booleans, True for valid elements, of the shape of `x` without the channel axes
             or one that broadcasts to it. `lengths`: integers of shape `(N,)`, the number of valid
-            elements of each sample along the first spatial axis. Invalid elements are ignored,
-            whatever they hold; their output and gradient are 0.
+            elements of each sample along the first spatial axis. Invalid elements are ignored, even
+            if they are NaN or infinite; their output and gradient are 0.
 
         Raises
         ------
         TypeError, ValueError
             If `x` is not floating-point, or its shape, `residual`, `mask` or `lengths` does not
-            fit. ValueError if all ranks hold one value per channel together, or if a mask leaves
-            none.
+            fit. ValueError if all ranks together have only one value per channel, or if the masks
+            exclude every element.
         RuntimeError
-            On the other ranks, if one rank's input was refused. On all ranks, if they are in
-            different links, or in different phases of one link.
+            On the other ranks, if one rank rejects its input. On all ranks, if they are in
+            different links, or in different phases of the same link.
         FloatingPointError
-            On all ranks, if the moments of one rank are not finite (on a GPU a step later), unless
-            such a batch is skipped, see `nonfinite`.
+            On all ranks, if the moments of one rank are not finite (on a GPU one step later),
+            unless `nonfinite` skips the batch.
         NotImplementedError
             In training inside chainer.static_graph.
 
         Notes
         -----
-        Second derivatives (`enable_double_backprop=True`) are exact over ranks. At every order,
-        gradients are those of the sum of all ranks' losses, divided by the number of ranks for
-        `gamma` and `beta`. A backward pass with a graph computes in float64 and repeats the forward
-        pass's allreduce; each of its allreduces has another one in the next derivative.
+        Second derivatives (`enable_double_backprop=True`) are exact across ranks. At every order,
+        gradients are those of the sum of all ranks' losses; for `gamma` and `beta`, divided by the
+        number of ranks. A backward pass with `enable_double_backprop` computes in float64 and
+        repeats the forward pass's allreduce. Differentiating an allreduce adds another one.
         """
-        trains, key, plan = chainer.config.train, None, None
-        sharing: Any = SingleProcess()
-        if trains:
-            sharing = _layer_communicators.get(self) or self.layer_communicator
-        if trains and mask is lengths is None:
+        is_training, key, plan = chainer.config.train, None, None
+        communicator: Any = SingleProcess()
+        if is_training:
+            communicator = _layer_communicators.get(self) or self.layer_communicator
+        if is_training and mask is lengths is None:
             key = functions.plan_key(x, residual, self, finetune)
-            plan = sharing.plans.get(key)
+            plan = communicator.plans.get(key)
         if plan is None:
             options = {"residual": residual, "mask": mask, "lengths": lengths}
-            of_link = np.shape(self.avg_mean), self.axis
-            axis, mask = functions.check_input(x, *of_link, sharing, link=self, **options)
+            layout = np.shape(self.avg_mean), self.axis
+            axis, mask = functions.check_input(x, *layout, communicator, link=self, **options)
         else:
             axis = plan.axis
-        others: Any = {"relu": self.fuse_relu, "mask": mask, "residual": residual}
-        args = NormArgs(x, self.gamma, self.beta, self.eps, axis, **others)
-        if not trains:
+        fields: Any = {"relu": self.fuse_relu, "mask": mask, "residual": residual}
+        args = NormArgs(x, self.gamma, self.beta, self.eps, axis, **fields)
+        if not is_training:
             return self._evaluate(args)
         if plan is None:
             plan = functions.prepare(args, self, finetune)
             if key is not None:
-                sharing.cache_plan(key, plan)
+                communicator.cache_plan(key, plan)
         momentum = None if finetune else 1.0 - self.decay
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention
         running = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
-        moved: Any = running
+        updated: Any = running
         if self in step_accumulators:
-            moved = step_accumulators[self] or StepAccumulator(self.avg_mean)
-            step_accumulators[self], moved.running = moved, running
+            updated = step_accumulators[self] or StepAccumulator(self.avg_mean)
+            step_accumulators[self], updated.running = updated, running
         if not chainer.config.in_recomputing:  # by F.forget
-            args = args._replace(running=moved)
+            args = args._replace(running=updated)
         arrays = [getattr(args, name) for name in plan.given]
         (y,) = functions.BatchNormalization(plan, args).apply(arrays)
-        if finetune and moved is running:
+        if finetune and updated is running:
             self.count(running)
         return y
 
@@ -314,13 +315,13 @@ class MultiNodeBatchNormalization(chainer.Link):
         return masked(F.relu(y) if args.relu else y, args.mask)
 
     def start_finetuning(self) -> None:
-        """Set `N` to 0; call it before each fine-tuning but the first."""
+        """Set `N` to 0. Call this method before every fine-tuning except the first."""
         self.N = 0
 
     def count(self, running: Running) -> None:
-        """Set `N` to the number of batches that have moved `running`."""
+        """Set `N` to the number of batches that have updated `running`."""
         if running.num_batches is not None:
-            self.N = int(running.num_batches)  # waits for a GPU: npz files need N as a number
+            self.N = int(running.num_batches)  # synchronizes with a GPU: npz files need an int
 
     def _parameter(self, initial: Any) -> chainer.Parameter:
         initializer = initializers._get_initializer(initial)
@@ -328,10 +329,11 @@ class MultiNodeBatchNormalization(chainer.Link):
         return chainer.Parameter(initializer, self.avg_mean.shape)
 
 
-# Not attributes of the links: a copy of a link needs a communicator of its own, with its own name.
+# Not attributes of the links: a copied link needs a new LayerCommunicator, with the copy's name.
 _layer_communicators: WeakKeyDictionary[chainer.Link, LayerCommunicator] = WeakKeyDictionary()
 
-# The links in a step of `step_statistics`, and their pools after a call. Copies are in no step.
+# The links in a `step_statistics` context, with an accumulator after the first call. A copy of a
+# link is not in the context.
 step_accumulators: WeakKeyDictionary[chainer.Link, StepAccumulator | None] = WeakKeyDictionary()
 
 

@@ -13,7 +13,7 @@ from multibn.engine.running import update_running
 def step_statistics(model: chainer.Link) -> Iterator[None]:
     """Update the moving averages of `model` once for all forward passes in this context.
 
-    As `multibn.torch.step_statistics`; `N` moves by one if the last call of the link had
+    Works like `multibn.torch.step_statistics`. A link's `N` increases by 1 if its last call had
     `finetune=True`. Not collective.
 
     Parameters
@@ -42,17 +42,17 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
     if not links:
         raise ValueError(
             "`model` must have a multi-node link: got none in "
-            f"{type(model).__qualname__}. Convert the model by create_mnbn_model."
+            f"{type(model).__qualname__}. Convert the model with create_mnbn_model."
         )
     entered = [link for link in links if link not in step_accumulators]
     step_accumulators.update(dict.fromkeys(entered))
     try:
         yield
     finally:
-        pools = [(link, step_accumulators.pop(link)) for link in entered]
-    for link, pool in pools:
-        if pool is not None:
+        accumulators = [(link, step_accumulators.pop(link)) for link in entered]
+    for link, accumulator in accumulators:
+        if accumulator is not None:
             # Look up the arrays again: they may have been replaced.
-            running = pool.running._replace(mean=link.avg_mean, var=link.avg_var)
-            update_running(running, *pool.compute())
+            running = accumulator.running._replace(mean=link.avg_mean, var=link.avg_var)
+            update_running(running, *accumulator.compute())
             link.count(running)

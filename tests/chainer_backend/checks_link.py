@@ -241,8 +241,14 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
         np.testing.assert_allclose(averages[1], averages[0], rtol=1e-12)
     arrays = [np.ones(6), np.zeros(6)]
     for wrong, found in (
-        ({"running_mean": np.zeros(6)}, "the last two both or none: got `gamma`, `beta`, `running"),
-        ({"running_mean": np.zeros(6), "running_var": np.ones(4)}, "must have one shape, the last"),
+        (
+            {"running_mean": np.zeros(6)},
+            "the last two must be given together: got `gamma`, `beta`, `running",
+        ),
+        (
+            {"running_mean": np.zeros(6), "running_var": np.ones(4)},
+            "must have the same shape, and the last",
+        ),
         ({"decay": 3}, r"`decay` must be in \[0, 1\]: got 3"),
     ):
         options: Any = wrong if world.rank == 1 else {}
