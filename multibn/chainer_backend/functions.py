@@ -162,7 +162,7 @@ _constant = partial(Variable, requires_grad=False)
 
 
 # Sequence numbers of calls, 2**32 apart: Chainer adds 1 for each node that follows a call.
-_numbers = count(1 << 32, 1 << 32)
+_sequence_numbers = count(1 << 32, 1 << 32)
 
 
 class _CollectiveNode(FunctionNode):
@@ -173,12 +173,12 @@ class _CollectiveNode(FunctionNode):
     unchanged. The number of a call, like a sequence number of torch's, is the same on all.
     """
 
-    _number = 0
+    _sequence_number = 0
 
-    def _set_number(self, depth: int) -> None:
-        self._number = next(_numbers)
+    def _set_sequence_number(self, depth: int) -> None:
+        self._sequence_number = next(_sequence_numbers)
 
-    rank = property(attrgetter("_number"), _set_number)
+    rank = property(attrgetter("_sequence_number"), _set_sequence_number)
 
 
 class BatchNormalization(_CollectiveNode):
@@ -252,13 +252,14 @@ class BatchNormalization(_CollectiveNode):
         x, gamma, beta, eps, axis = args.x, args.weight, args.bias, args.eps, args.axis
         size = self.communicator.size
         broadcastable = tuple(1 if k in axis else n for k, n in enumerate(x.shape))
-        message = self.communicator, x.dtype, wire.forward_payload(math.prod(self.plan.channels))
+        payload = wire.forward_payload(math.prod(self.plan.channels))
+        message_args = self.communicator, x.dtype, payload
 
         def per_channel(v: Any) -> Variable:
             return F.broadcast_to(F.reshape(v, broadcastable), x.shape)
 
         def sums(*terms: Variable) -> Sequence[Variable]:
-            return F.separate(_AllReduce("second order", *message).apply((F.stack(terms),))[0])
+            return F.separate(_AllReduce("second order", *message_args).apply((F.stack(terms),))[0])
 
         batch = unpack(self.batch)
         e = float(batch.element_weight)
@@ -267,7 +268,7 @@ class BatchNormalization(_CollectiveNode):
         mean, meansqr = sums(F.sum(e * d, axis), F.sum(e * d * d, axis))
         scales = [invstd := (meansqr - mean * mean + eps) ** -0.5]
         if gamma is not None:
-            scales += _MeanGradient("gradient", *message).apply((F.cast(gamma, np.float64),))
+            scales += _MeanGradient("gradient", *message_args).apply((F.cast(gamma, np.float64),))
         xhat = (d - per_channel(mean)) * per_channel(invstd)
         dy = F.cast(dy, np.float64)
         sum_dy, sum_dy_xhat = sums(F.sum(dy, axis), F.sum(dy * xhat, axis))
@@ -294,12 +295,12 @@ class _AllReduce(_CollectiveNode):
     mismatch between ranks is detected.
     """
 
-    def __init__(self, phase: str, *message: Any) -> None:
-        self.phase, self.message = phase, message
+    def __init__(self, phase: str, *message_args: Any) -> None:
+        self.phase, self.message_args = phase, message_args
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
         (x,) = inputs
-        communicator, dtype, n = self.message
+        communicator, dtype, n = self.message_args
         sent = array_namespace(x).zeros(n)
         sent[: x.size] = x.ravel()
         summed = communicator.for_phase(self.phase, dtype, n).allreduce(sent)
@@ -308,7 +309,7 @@ class _AllReduce(_CollectiveNode):
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
-        return _AllReduce("gradient", *self.message).apply(grad_outputs)
+        return _AllReduce("gradient", *self.message_args).apply(grad_outputs)
 
 
 class _MeanGradient(_AllReduce):
@@ -321,4 +322,4 @@ class _MeanGradient(_AllReduce):
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
         (summed,) = super().backward(indexes, grad_outputs)
-        return (summed / self.message[0].size,)
+        return (summed / self.message_args[0].size,)

@@ -152,8 +152,8 @@ def update_bn_stats(
     left_out: set[str] = set()
     forward = forward_fn or partial(_forward, left_out=left_out)
     known = [n for n in (num_iters, length_of(data_loader)) if n]
-    world = participants(model, process_group)
-    run = PopulationRun(layers, world, title="precise batch norm", source="`data_loader`")
+    communicator = participants(model, process_group)
+    run = PopulationRun(layers, communicator, title="precise batch norm", source="`data_loader`")
     with _unchanged(inner), torch.no_grad(), ExitStack() as hooks:
         if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
@@ -335,34 +335,35 @@ class _WatchedNorm:
         Also register each call of an nn.SyncBatchNorm with `run`, to repeat it once this rank has
         run out of data.
         """
-        is_own, own_forward = isinstance(self.module, SyncNormBase), self.module.forward
+        is_multibn_layer = isinstance(self.module, SyncNormBase)
+        original_forward = self.module.forward
         of_torch = type(self.module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-        has_own = not (is_own or of_torch or "forward" in vars(self.module))
-        repeats = self.communicator.size > 1 and not is_own  # nn.SyncBatchNorm
+        has_custom_forward = not (is_multibn_layer or of_torch or "forward" in vars(self.module))
+        is_torch_sync_bn = self.communicator.size > 1 and not is_multibn_layer
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
             if module is not self.module:  # a shallow copy shares the hooks of its original
                 return
-            if not (is_own or has_own):
+            if not (is_multibn_layer or has_custom_forward):
                 self.add(x)
-            if repeats and isinstance(x, Tensor):
+            if is_torch_sync_bn and isinstance(x, Tensor):
                 run.repeat(partial(module, x.new_empty((0, *x.shape[1:]))))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _InputRecorderMode(self) as seeing:
-                y = own_forward(*args, **kwargs)
-            if not seeing.has_seen:  # it did not call F.batch_norm
+            with _InputRecorderMode(self) as recorder:
+                y = original_forward(*args, **kwargs)
+            if not recorder.has_seen:  # it did not call F.batch_norm
                 self.add(input_of(args, kwargs))
             return y
 
         with self.module.register_forward_pre_hook(note, with_kwargs=True):
-            if has_own:
+            if has_custom_forward:
                 self.module.forward = forward
             try:
                 yield
             finally:
-                if has_own:
+                if has_custom_forward:
                     del self.module.forward
 
     def add(self, x: Any) -> None:

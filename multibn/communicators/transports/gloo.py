@@ -24,10 +24,10 @@ _EXTRA_GLOO_SECONDS = 60.0  # gloo's timeout exceeds multibn's, whose error says
 _SUMMABLE = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
 
 # Starts an in-place allreduce of a vector.
-Start: TypeAlias = Callable[[HostArray], Poll]
+StartAllreduce: TypeAlias = Callable[[HostArray], Poll]
 
 
-def sum_any(a: HostArray, start: Start) -> Iterator[Poll]:
+def allreduce_any_dtype(a: HostArray, start: StartAllreduce) -> Iterator[Poll]:
     """Sum a vector in place by `start`, with a copy in another dtype if the backend needs one."""
     parts = a.view(a.real.dtype) if np.iscomplexobj(a) else a
     is_summable = parts.dtype.name in _SUMMABLE
@@ -108,8 +108,10 @@ class PrivateGloo:
         return done
 
 
-def in_group(group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> Start:
-    """Return a `Start` that sums in the user's group, for a backend without CPU tensors."""
+def allreduce_in_group(
+    group: Callable[[], dist.ProcessGroup | None], device: torch.device
+) -> StartAllreduce:
+    """Return a `StartAllreduce` in the user's group, for a backend without CPU tensors."""
 
     def parts(a: HostArray) -> Iterator[Poll]:
         host = torch.from_numpy(a)

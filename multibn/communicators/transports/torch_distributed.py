@@ -16,7 +16,7 @@ from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import inherited, release_gil_at_exit
 from multibn.communicators.polling import Poll, barrier, chain
 from multibn.communicators.resolve import as_communicator, world
-from multibn.communicators.transports.gloo import BLOCK_NUMBERS, PrivateGloo, in_group, sum_any
+from multibn.communicators.transports import gloo
 from multibn.communicators.transports.shared_memory import (
     SLOT_NUMBERS,
     SharedMemory,
@@ -208,16 +208,17 @@ class _Transport(Transport):
         self._name = group.group_name
         self.board: StoreStatusBoard | None = None
         self._shared_memory: SharedMemory | None = None
-        self._private_gloo: PrivateGloo | None = None
+        self._private_gloo: gloo.PrivateGloo | None = None
 
     def open(self) -> Iterator[Poll | None]:
         store = part_of_store(dist.distributed_c10d._get_default_store(), self._name, self.size)
         self.board = StoreStatusBoard(store, self.rank)
         yield barrier(store, self.size)
-        carrier, room = "nccl", BLOCK_NUMBERS
+        carrier, room = "nccl", gloo.BLOCK_NUMBERS
         # No gloo for a group without a CPU backend: its network may work only for NCCL.
         if "cpu" in self._backends and dist.is_gloo_available():
-            self._private_gloo = PrivateGloo(dist.PrefixStore("side", store), self.rank, self.size)
+            side = dist.PrefixStore("side", store)
+            self._private_gloo = gloo.PrivateGloo(side, self.rank, self.size)
             machine = dist.PrefixStore("machine", store)
             self._shared_memory = yield from create_shared_memory(machine, self.rank, self.size)
             if self._shared_memory is None:
@@ -233,14 +234,15 @@ class _Transport(Transport):
 
     def prepare(self, a: HostArray) -> Begin:
         begin = None if self._shared_memory is None else self._shared_memory.prepare(a)
-        return begin or (lambda: chain(self._sum_by_engine(a)))
+        return begin or (lambda: chain(self._sum_by_backend(a)))
 
-    def _sum_by_engine(self, a: HostArray) -> Iterator[Poll]:
+    def _sum_by_backend(self, a: HostArray) -> Iterator[Poll]:
         if self._private_gloo is None:
-            yield from sum_any(a, in_group(self._group, self._device()))
-            return
-        yield from self._private_gloo.connect()
-        yield from sum_any(a, self._private_gloo.start)
+            start = gloo.allreduce_in_group(self._group, self._device())
+        else:
+            yield from self._private_gloo.connect()
+            start = self._private_gloo.start
+        yield from gloo.allreduce_any_dtype(a, start)
 
     def _device(self) -> torch.device:
         """Return the device for sums in the group. A `LayerPhase` has set the current GPU."""

@@ -101,7 +101,7 @@ def running_stats_of(
     if mean is None or var is None:
         return None
     if type(mean) is not Tensor:
-        mean, var, counter = map(dtensors.buffer, (mean, var, counter))
+        mean, var, counter = map(dtensors.local_buffer, (mean, var, counter))
     if momentum is not None:
         return Running(mean, var, momentum, convention)
     return Running(mean, var, bn.momentum, convention, counter)

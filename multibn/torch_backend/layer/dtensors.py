@@ -40,14 +40,14 @@ def normalize_local(
 
     Collective. The output is a DTensor like the input.
     """
-    mesh, sharing = _layout(args.x)
+    mesh, shard_dims = _mesh_and_shard_dims(args.x)
     warning = ""
     if not isinstance(communicator, LayerCommunicator):  # evaluation without running statistics
-        communicator, warning = _mesh_communicator(mesh, sharing)
+        communicator, warning = _mesh_communicator(mesh, shard_dims)
     elif isinstance(communicator.communicator, DefaultCommunicator):
-        along, warning = _mesh_communicator(mesh, sharing)
+        along, warning = _mesh_communicator(mesh, shard_dims)
         communicator = communicator.for_group(along)
-    y, batch = function(_localize(args, mesh, sharing), num_channels, communicator)
+    y, batch = function(_localize(args, mesh, shard_dims), num_channels, communicator)
     # After the collective: where warnings are errors, one rank may raise here while others wait.
     if warning:
         _warn_once(warning)
@@ -58,17 +58,17 @@ def evaluate_local(
     function: Callable[..., Tensor], args: NormArgs, /, *statistics: Tensor | None
 ) -> Tensor:
     """Call `function` with the local tensors. The output is a DTensor like the input."""
-    layout = _layout(args.x)
-    local = (_parameter(v, *layout) for v in statistics)
+    layout = _mesh_and_shard_dims(args.x)
+    local = (_local_parameter(v, *layout) for v in statistics)
     return _wrap_output(args.x, function(_localize(args, *layout), *local))
 
 
-def buffer(x: Any, /) -> Any:
+def local_buffer(x: Any, /) -> Any:
     """Return the local tensor of a replicated running statistic or counter."""
-    return _parameter(x, x.device_mesh, ()) if contains_dtensor([x]) else x
+    return _local_parameter(x, x.device_mesh, ()) if contains_dtensor([x]) else x
 
 
-def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
+def _mesh_and_shard_dims(x: Any) -> tuple[Any, tuple[int, ...]]:
     """Return the input's mesh, and the mesh dimensions on which it is sharded."""
     if not contains_dtensor([x]):
         raise TypeError(
@@ -86,11 +86,11 @@ def _layout(x: Any) -> tuple[Any, tuple[int, ...]]:
                 "Call redistribute first, or to_local, and pass the ranks that share these "
                 "channels as `process_group`."
             )
-    sharing = tuple(k for k, placement in enumerate(x.placements) if placement.is_shard())
-    return x.device_mesh, sharing
+    shard_dims = tuple(k for k, placement in enumerate(x.placements) if placement.is_shard())
+    return x.device_mesh, shard_dims
 
 
-def _localize(args: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
+def _localize(args: NormArgs, mesh: Any, shard_dims: tuple[int, ...]) -> NormArgs:
     """Return the arguments with this rank's local tensors, of the residual and parameters, too."""
     x, residual, placements = args.x, args.residual, args.x.placements
     if len(args.axis) < x.ndim - 1 or args.mask is not None:
@@ -109,11 +109,11 @@ def _localize(args: NormArgs, mesh: Any, sharing: tuple[int, ...]) -> NormArgs:
                 "distribute_tensor or redistribute on it."
             )
         residual = residual.to_local()
-    weight, bias = (_parameter(p, mesh, sharing) for p in (args.weight, args.bias))
+    weight, bias = (_local_parameter(p, mesh, shard_dims) for p in (args.weight, args.bias))
     return args._replace(x=x.to_local(), weight=weight, bias=bias, residual=residual)
 
 
-def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:
+def _local_parameter(p: Any, mesh: Any, shard_dims: tuple[int, ...]) -> Any:
     """Return the local tensor of a replicated parameter or buffer of shape `(C,)`.
 
     A plain parameter's gradient is local. A DTensor's is `Partial` where ranks hold different
@@ -130,7 +130,7 @@ def _parameter(p: Any, mesh: Any, sharing: tuple[int, ...]) -> Any:
             f"ranks {mesh.mesh.tolist()}: got {p.placements} on ranks "
             f"{p.device_mesh.mesh.tolist()}. Call redistribute or full_tensor on them."
         )
-    gradient = [Partial() if k in sharing else r for k, r in enumerate(replicated)]
+    gradient = [Partial() if k in shard_dims else r for k, r in enumerate(replicated)]
     return p.to_local(grad_placements=gradient)
 
 

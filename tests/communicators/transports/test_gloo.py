@@ -14,7 +14,7 @@ import torch.distributed as dist
 from multibn import wire
 from multibn.communicators.polling import chain
 from multibn.communicators.transports import gloo, mpi
-from multibn.communicators.transports.gloo import PrivateGloo, sum_any
+from multibn.communicators.transports.gloo import PrivateGloo, allreduce_any_dtype
 from multibn.communicators.transports.shared_memory import SLOT_NUMBERS
 from tests.helpers import launch
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -53,7 +53,7 @@ def test_the_decision_names_the_block_of_each_transport() -> None:
 def test_vectors_of_any_dtype_are_summed(dtype: str) -> None:
     def work(side: PrivateGloo, rank: int) -> list[Any]:
         a = np.array([0, 1, rank]).astype(dtype)
-        assert chain(sum_any(a, side.start))(SECONDS)
+        assert chain(allreduce_any_dtype(a, side.start))(SECONDS)
         assert a.dtype == dtype
         return a.tolist()
 
@@ -102,7 +102,7 @@ def test_after_a_failure_alone_the_group_is_kept_for_ever(failed: bool) -> None:
 def test_numbers_that_gloo_does_not_sum_are_refused() -> None:
     def work(side: PrivateGloo, rank: int) -> None:
         with pytest.raises(TypeError, match=r"Cannot cast array data from dtype..float128"):
-            chain(sum_any(np.array([0.5], np.longdouble), side.start))
+            chain(allreduce_any_dtype(np.array([0.5], np.longdouble), side.start))
 
     _on_ranks(2, work)
 

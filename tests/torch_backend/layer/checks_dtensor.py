@@ -277,11 +277,11 @@ def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None
                 with pytest.raises(TypeError, match=rf"{text}.*\) on ranks .*\. Call redist"):
                     other(x)
     plain, mask = _whole(0), torch.ones(SHAPE[0], *SHAPE[2:], dtype=torch.bool)
-    placed: Any = distribute_module(_layer(), mesh)
+    model: Any = distribute_module(_layer(), mesh)
     for call in (
-        lambda: placed(plain),
-        lambda: placed(plain, mask=mask),
-        lambda: copy.deepcopy(placed).eval()(plain),
+        lambda: model(plain),
+        lambda: model(plain, mask=mask),
+        lambda: copy.deepcopy(model).eval()(plain),
         lambda: _layer(fuse_relu=True)(plain, x),
     ):
         with pytest.raises(TypeError, match=r"input must be a DTensor if .*: got a Tensor\. Call"):
@@ -339,7 +339,7 @@ def check_a_named_group_decides(world: Communicator) -> None:
         y = nn.Sequential(_layer())(x)
     if caught:  # at a line of the user's; its advice can be typed
         assert caught[0].filename == __file__
-        advised = re.search(r"process_group=(.*), where", str(caught[0].message))
+        advised: Any = re.search(r"process_group=(.*), where", str(caught[0].message))
         names = {"mesh": x.device_mesh, "torch": torch, "multibn": multibn}
         assert set(dist.get_process_group_ranks(eval(advised[1], names))) == {0, 1}
     _compare({"y": y}, {"y": by_rows.y[0]}, "rows")
