@@ -1,1 +1,1 @@
-"""Compares the layers of both frameworks with a float64 oracle and with each other."""
+"""Comparison of layers with a float64 oracle, and of two models of different frameworks."""

@@ -1,4 +1,4 @@
-"""`multibn parity`: launches ranks, and reports the comparison."""
+"""`multibn parity`: launch ranks and print the results of the comparison."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from multibn.parity.launch import LAUNCHERS, WorkerError, run_workers
 from multibn.parity.pair import load_pair
 from multibn.parity.worker import ADAPTERS, Error
 
-# The modules that adapters and communicators need.
+# The modules that each adapter and each communicator needs.
 NEEDS = {
     "torch": ["torch"],
     "chainer": ["chainer"],
@@ -25,12 +25,12 @@ NEEDS = {
     "mpi": ["mpi4py"],
     "chainermn naive": ["chainer", "mpi4py"],
 }
-TIMEOUT = 600.0  # seconds for a launch
-MOST_RANKS = 1024  # of a launch: more processes would exhaust a machine before an error
+TIMEOUT = 600.0  # seconds that a launch may take
+MOST_RANKS = 1024  # in a launch: more processes would exhaust the machine without an error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of the command to `parser`."""
     parser.add_argument(
         "--ranks", nargs="+", type=int, metavar="N", help="default: 1 2 4, and 2 for models"
     )
@@ -41,27 +41,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["*"],
         metavar="PATTERN",
-        help=f"shell-style patterns of names, default all: {names}",
+        help=f"shell-style patterns of the names of cases; default all: {names}",
     )
     what.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="instead, compare a pair of models of your own in one process and on ranks: "
-        "FUNCTION() returns two of a torch model, a Chainer model and a model of flax.nnx, in this "
-        "order, and an example input for both, a NumPy array of 3 or more samples. The models have "
-        "the same layers, names and options; the second's weights are carried over. FUNCTION "
-        "returns the same on every call. The models return an array with an entry for each "
-        "sample, and draw no random numbers. A flax model runs in one process only",
+        help="instead, compare two models of your own in one process and on ranks: FUNCTION() must "
+        "return two of a torch model, a Chainer model and a flax.nnx model, in this order, and an "
+        "example input for both, a NumPy array of 3 or more samples. The models must have the same "
+        "layers, names and options; the second model's weights are copied to the first. FUNCTION "
+        "must return the same on every call. The models must return an array whose first axis is "
+        "the batch, and use no random numbers. A flax model runs in one process only",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare all frameworks, over every communicator, with exact results.
+    """Compare each framework's layers with exact results, over every communicator.
 
-    Layers train on real processes, flax's on devices of one process, and are
-    compared with a float64 oracle. With --model, a pair of models is compared,
-    its options first. Exit status: 0 all within bounds, 1 a bound is exceeded or
-    an option differs, 2 the comparison failed to run.
+    Layers of torch and Chainer train on real processes, those of flax on devices
+    of one process; the results are compared with a float64 oracle. --model
+    compares two models instead, their options first. Exit status: 0 all errors
+    are within their bounds, 1 a bound is exceeded or an option differs, 2 the
+    comparison failed to run.
 
     multibn parity
     multibn parity --ranks 1 2 --cases float32 'uneven*'
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if outside := [size for size in sizes if not 1 <= size <= MOST_RANKS]:
         raise ValueError(f"--ranks must be from 1 to {MOST_RANKS}: got {outside[0]}.")
     if args.model and not missing("models", "gloo"):
-        sys.path.insert(0, os.getcwd())  # as `environment` of ranks
+        sys.path.insert(0, os.getcwd())  # ranks find it there, too
         _, _, x, _ = load_pair(args.model, SingleProcess())
         if sizes[-1] > len(x):  # many functions of Chainer refuse an empty batch
             raise ValueError(
@@ -79,56 +80,56 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.model}: got {sizes[-1]}."
             )
     options: dict[str, Any] = {"cases": [case.name for case in select(args.cases)]}
-    overs, adapters = [*LAUNCHERS], [*ADAPTERS]
+    communicators, adapters = [*LAUNCHERS], [*ADAPTERS]
     if args.model:
-        options, overs, adapters = {"path": args.model}, ["gloo"], ["models"]
+        options, communicators, adapters = {"path": args.model}, ["gloo"], ["models"]
     print("Each row shows the largest error relative to its bound.")
     print(f"{'over x ranks':19} layers  error {'of quantity, in case':36} verdict", flush=True)
-    launches = [(v, n, adapters) for v in overs for n in sizes if n == 1 or LAUNCHERS[v]]
+    launches = [(c, n, adapters) for c in communicators for n in sizes if n == 1 or LAUNCHERS[c]]
     if not args.model:
         launches.append(("shard_map", sizes[-1], ["flax"]))
     verdicts: list[str] = []
     start = time.monotonic()
-    for number, of in enumerate(launches, 1):
+    for number, arguments in enumerate(launches, 1):
         seconds = time.monotonic() - start
-        said = f"launch {number} of {len(launches)}, after {seconds:.0f} s"
-        print(said, file=sys.stderr, flush=True)
-        verdicts += launch(*of, **options)
+        progress = f"launch {number} of {len(launches)}, after {seconds:.0f} s"
+        print(progress, file=sys.stderr, flush=True)
+        verdicts += launch(*arguments, **options)
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
     return exit_status(verdicts)
 
 
 def launch(over: str, size: int, adapters: Iterable[str], **options: Any) -> list[str]:
-    """The verdicts of one launch, printed: the errors of the adapters that can run here."""
-    absent = {adapter: missing(adapter, over) for adapter in adapters}
-    found = {adapter: ("not run", f"not run: {reason}") for adapter, reason in absent.items()}
-    able = [adapter for adapter, reason in absent.items() if not reason]
+    """Launch ranks, print a row for each adapter, and return the verdicts of the adapters."""
+    reasons = {adapter: missing(adapter, over) for adapter in adapters}
+    results = {adapter: ("not run", f"not run: {reason}") for adapter, reason in reasons.items()}
+    runnable = [adapter for adapter, reason in reasons.items() if not reason]
     try:
-        if able:
-            work = partial(run_workers, timeout=TIMEOUT, **options)
-            if able == ["models"]:
-                ranks = work("multibn.parity.pair.compare_models", over, size)
-            elif able == ["flax"]:  # devices of one process
-                ranks = work("multibn.parity.devices.measure", "single process", 1, size=size)
+        if runnable:
+            run_all = partial(run_workers, timeout=TIMEOUT, **options)
+            if runnable == ["models"]:
+                ranks = run_all("multibn.parity.pair.compare_models", over, size)
+            elif runnable == ["flax"]:  # devices of one process
+                ranks = run_all("multibn.parity.devices.measure", "single process", 1, size=size)
             else:
-                ranks = work("multibn.parity.worker.measure", over, size, adapters=able)
+                ranks = run_all("multibn.parity.worker.measure", over, size, adapters=runnable)
             errors = [Error(*error) for rank in ranks for error in rank]
-            found |= {name: judge([e for e in errors if e.adapter == name]) for name in able}
+            results |= {name: judge([e for e in errors if e.adapter == name]) for name in runnable}
     except WorkerError as error:
         print(f"{error.output}\n{error}", file=sys.stderr, flush=True)
-        found |= dict.fromkeys(able, ("failed", f"failed: {error.reason}"))
-    for adapter, (_, text) in found.items():
+        results |= dict.fromkeys(runnable, ("failed", f"failed: {error.reason}"))
+    for adapter, (_, text) in results.items():
         print(f"{f'{over} x{size}':19} {adapter:7} {text}", flush=True)
-    return [verdict for verdict, _ in found.values()]
+    return [verdict for verdict, _ in results.values()]
 
 
 def judge(errors: Sequence[Error]) -> tuple[str, str]:
-    """The verdict, "ok" or "BROKEN", and its line with one for each broken case."""
+    """Return "ok" or "BROKEN", and the text to print: one more line for each broken case."""
     worst = max(errors)
     verdict = "BROKEN" if worst.ratio > 1 else "ok"
-    error = "-" if worst.text else f"{worst.error:.0e}"  # of an option
+    error = "-" if worst.text else f"{worst.error:.0e}"  # an option that differs has no error
     lines = [f"{error:>5} {f'{worst.quantity}, {worst.case}':36} {verdict}"]
-    # The worst of each case, and once for all ranks each option that differs.
+    # The worst error of each case; each option that differs, once for all ranks.
     broken = {(e.case, e.text): e for e in sorted(errors) if e.ratio > 1}
     for e in broken.values():
         numbers = f"{e.error:.0e} in {e.quantity}, bound {e.bound:.0e}"
@@ -138,15 +139,15 @@ def judge(errors: Sequence[Error]) -> tuple[str, str]:
 
 
 def missing(adapter: str, over: str) -> str:
-    """Why the combination cannot be run here; "" if nothing is missing."""
+    """Return the reasons why this combination cannot run here; "" if it can."""
     needs = dict.fromkeys(NEEDS.get(adapter, []) + NEEDS.get(over, []))
-    absent = [f"{name} is not installed" for name in needs if not importable(name)]
+    reasons = [f"{name} is not installed" for name in needs if not importable(name)]
     if LAUNCHERS.get(over) == "mpiexec" and find_command("mpiexec") is None:
-        absent.append("no mpiexec on PATH")
-    return "; ".join(absent)
+        reasons.append("no mpiexec on PATH")
+    return "; ".join(reasons)
 
 
 def exit_status(verdicts: Iterable[str]) -> int:
-    """0 for success, 1 if a bound is broken, 2 if ranks failed or nothing was run."""
+    """Return 0 for success, 1 if a bound is exceeded, 2 if a launch failed or nothing ran."""
     verdicts = set(verdicts)
     return 1 if "BROKEN" in verdicts else 2 if "failed" in verdicts or "ok" not in verdicts else 0

@@ -1,4 +1,4 @@
-"""The layer of flax in the parity command: the devices of one process, each with a rank's batch."""
+"""Parity of the flax layer: each device of one process gets the batch of one rank."""
 
 import os
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ AXIS = "devices"
 def measure(
     _: Any, cases: Sequence[str], size: int, over: str = "shard_map", axis_name: str | None = AXIS
 ) -> list[Error]:
-    """The errors on all devices in the cases of these names; over "shard_map" or "pmap"."""
-    # So many devices of the CPU, unless this process has imported JAX before.
+    """Return the errors on `size` devices in the named `cases`; `over` is "shard_map" or "pmap"."""
+    # JAX reads these variables on import: `size` CPU devices.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={size}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -32,7 +32,7 @@ def measure(
 
 
 def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Arrays]:
-    """The arrays of each device from a training, as those of a rank."""
+    """Train a layer on `size` devices, and return the arrays of each device."""
     weight, bias = case.parameters()
     running = np.zeros((size, CHANNELS), weight.dtype), np.ones((size, CHANNELS), weight.dtype)
     found: list[Arrays] = [{} for _ in range(size)]
@@ -46,14 +46,15 @@ def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Array
         repeated = (np.broadcast_to(v, (size, CHANNELS)) for v in (weight, bias))
         arrays = map(np.asarray, run(x, dy, mask, *repeated, *running))
         y, dx, dweight, dbias, *running = arrays  # type: ignore[assignment]
+        means = [v.mean(0, dtype=np.float64) for v in (dweight, dbias)]
         for rank, part in enumerate(found):
-            own = tuple(map(slice, xs[rank].shape))
-            sums = [v.sum(0, dtype=np.float64) / size for v in (dweight, dbias)]
-            part |= _named(step, y[rank][own], dx[rank][own], *sums, *(v[rank] for v in running))
+            unpad = tuple(map(slice, xs[rank].shape))
+            y_and_dx = y[rank][unpad], dx[rank][unpad]
+            part |= _named(step, *y_and_dx, *means, *(v[rank] for v in running))
     for rank, part in enumerate(found):
         layer = _layer(case, 1.0, axis_name, weight, bias, running[0][rank], running[1][rank])
-        given = None if case.padding is None else np.expand_dims(masks[rank], 1)
-        part[f"{step}/eval"] = np.asarray(layer(xs[rank], use_running_average=True, mask=given))
+        eval_mask = None if case.padding is None else np.expand_dims(masks[rank], 1)
+        part[f"{step}/eval"] = np.asarray(layer(xs[rank], use_running_average=True, mask=eval_mask))
     return found
 
 
@@ -61,7 +62,7 @@ def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Array
 def _program(
     case: Case, decay: float, has_mask: bool, size: int, over: str, axis_name: str | None
 ) -> Any:
-    """The step of all devices, compiled."""
+    """Compile a training step on all devices."""
     import jax
 
     run = partial(_step, case, decay, has_mask, axis_name)
@@ -69,14 +70,14 @@ def _program(
         return jax.pmap(run, axis_name=AXIS)
     mesh = jax.make_mesh((size,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(AXIS)
-    row = jax.vmap(run)  # of the one row that a device has
+    row = jax.vmap(run)  # each device has a leading axis of length 1
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
 def _step(
     case: Case, decay: float, has_mask: bool, axis_name: str | None, *arrays: Any
 ) -> tuple[Any, ...]:
-    """A step of training on one device: output, gradients, running statistics."""
+    """Train one step on one device; return output, gradients and running statistics."""
     import jax
 
     x, dy, mask, weight, bias, *running = arrays
@@ -92,7 +93,7 @@ def _step(
 
 
 def _layer(case: Case, decay: float, axis_name: str | None, *state: Any) -> Any:
-    """A layer with this state: scale, bias, mean, variance."""
+    """Build a layer; `state` is scale, bias, mean and variance."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -116,6 +117,6 @@ def _layer(case: Case, decay: float, axis_name: str | None, *state: Any) -> Any:
 
 
 def _padded(a: Array, shape: tuple[int, ...]) -> Array:
-    """An activation, or a mask without channels, at the start of a larger shape."""
+    """Pad an activation, or a mask without channels, with zeros at the end of each axis."""
     wanted = shape if a.ndim == len(shape) else (shape[0], *shape[2:])
     return np.pad(a, [(0, n - k) for n, k in zip(wanted, a.shape, strict=True)])

@@ -1,6 +1,6 @@
 """Launch ranks under torchrun and mpiexec, and collect their results.
 
-A rank of `run_workers` is `python -m multibn.parity.launch FUNCTION OVER OPTIONS DIRECTORY`.
+Each rank runs `python -m multibn.parity.launch FUNCTION COMMUNICATOR OPTIONS DIRECTORY`.
 """
 
 import contextlib
@@ -30,31 +30,31 @@ LAUNCHERS = {
 
 
 def launch_command(launcher: str, size: int, arguments: Sequence[str]) -> list[str]:
-    """The command that starts `python *arguments` on `size` ranks."""
-    python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun starts its ranks
+    """Return the command that starts `python *arguments` on `size` ranks."""
+    python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun does
     if launcher == "torchrun":
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         return [python, *torchrun, f"--nproc-per-node={size}", *arguments]
     if launcher == "mpiexec":
-        # -m mpi4py: an exception on one rank ends them all.
+        # -m mpi4py: an exception on one rank aborts all ranks.
         mpiexec = [find_command("mpiexec") or "mpiexec", "-n", str(size)]
         return [*mpiexec, python, "-m", "mpi4py", *arguments]
     return [python, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Environment of launched ranks: this process's own, adapted to a small machine."""
-    # The user's models may be in the working directory, which is not on a console script's path.
+    """Return this process's environment, adapted to ranks on a small machine."""
+    # The user's models may be in the working directory, which a console script does not search.
     path = [os.path.dirname(multibn.__path__[0]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     return {
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(p for p in path if p),
-        # Open MPI refuses root, and more ranks than cores, unless told otherwise.
+        # By default, Open MPI refuses to run as root, and to start more ranks than cores.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        # More ranks than cores: a rank that waits must let the others run.
+        # With more ranks than cores, a waiting rank must yield its core.
         "OMPI_MCA_mpi_yield_when_idle": "1",
     }
 
@@ -66,9 +66,9 @@ def started(
     output: int | IO[str] = subprocess.PIPE,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a launcher that prints to `output`; end launcher and ranks when the block is left.
+    """Start a launcher that prints to `output`; terminate launcher and ranks after the block.
 
-    The processes have these variables: those of `environment` by default.
+    `variables` is the whole environment of the processes, `environment()` by default.
     """
     process = subprocess.Popen(
         command,
@@ -86,8 +86,8 @@ def started(
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a launcher and its ranks."""
-    # Both launchers put their ranks into other process groups, and end them on SIGTERM.
+    """Terminate a launcher and its ranks."""
+    # Both launchers start ranks in other process groups, and terminate them on SIGTERM.
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -97,10 +97,10 @@ def end(process: subprocess.Popen[str]) -> None:
 def run(
     command: Sequence[str], *, timeout: float, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a launcher to its end; `stdout` of the result is all that it and its ranks printed.
+    """Run a launcher to its end; `stdout` of the result is the output of launcher and ranks.
 
-    `variables` are added to those of `environment`. After `timeout` seconds, all processes are
-    ended: TimeoutExpired, with their `output`.
+    `variables` are added to `environment()`. After `timeout` seconds, all processes are terminated,
+    and TimeoutExpired is raised with their `output`.
     """
     with started(command, variables=environment() | dict(variables or {})) as process:
         try:
@@ -113,7 +113,7 @@ def run(
 
 
 def enter_world(name: str) -> Communicator:
-    """The communicator over all ranks with this name, a key of `LAUNCHERS`. Collective."""
+    """Return a communicator of all ranks; `name` is a key of `LAUNCHERS`. Collective."""
     if name == "gloo":
         import torch.distributed as dist
 
@@ -142,7 +142,7 @@ def leave_world() -> None:
 
 
 class WorkerError(Exception):
-    """Ranks failed: `reason` is their first error, `output` the end of all they printed."""
+    """Ranks failed: `reason` is the first error, `output` the end of what all ranks printed."""
 
     def __init__(self, name: str, reason: str, output: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -159,33 +159,33 @@ def run_workers(
     variables: Mapping[str, str] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """The results of `function`, "package.module.function", on each rank, which JSON must hold.
+    """Run "package.module.function" on each rank, and return the ranks' results by way of JSON.
 
-    Arrays become lists. The function is called with a communicator, named by a key of `LAUNCHERS`,
-    and with `options`. Raises WorkerError if ranks fail, or after `timeout` seconds.
+    Arrays become lists. The function is called with a communicator, whose name is a key of
+    `LAUNCHERS`, and with `options`. Raises WorkerError if ranks fail, or after `timeout` seconds.
     """
     name = f"{function} over {communicator_name}, {size} rank(s)"
     with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
-        text = json.dumps(options)
-        worker = ["-m", "multibn.parity.launch", function, communicator_name, text, directory]
+        arguments = [function, communicator_name, json.dumps(options), directory]
+        worker = ["-m", "multibn.parity.launch", *arguments]
         command = launch_command(LAUNCHERS[communicator_name], size, worker)
         try:
-            ran = run(command, timeout=timeout, variables=variables)
+            result = run(command, timeout=timeout, variables=variables)
         except subprocess.TimeoutExpired as expired:
             raise WorkerError(name, f"no result within {timeout:g} s", expired.output) from None
         paths = sorted(Path(directory).iterdir())
-        if ran.returncode or len(paths) != size:
+        if result.returncode or len(paths) != size:
             # The last line of a traceback: "ZeroDivisionError: ..."
             errors = re.findall(
-                r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", ran.stdout, re.M
+                r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", result.stdout, re.M
             )
-            ended = f"exit status {ran.returncode}, results of {len(paths)} of {size} ranks"
-            raise WorkerError(name, errors[0] if errors else ended, ran.stdout)
+            ended = f"exit status {result.returncode}, results of {len(paths)} of {size} ranks"
+            raise WorkerError(name, errors[0] if errors else ended, result.stdout)
         return [json.loads(path.read_text()) for path in paths]
 
 
 def main(path: str, communicator_name: str, options: str, directory: str) -> None:
-    """One rank of `run_workers`."""
+    """Run the function named `path` on this rank, and write the result to `directory`."""
     module, _, name = path.rpartition(".")
     function = getattr(import_module(module), name)
     communicator = enter_world(communicator_name)

@@ -1,4 +1,4 @@
-"""A user's model in each framework: what the comparison of two reads, and sets."""
+"""Adapters for the comparison of two models: one interface to each framework's model."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,27 +15,27 @@ from multibn.parity.worker import Arrays, Chainer, Torch
 
 
 class _Model:
-    """What is alike in all frameworks."""
+    """What the adapters of all frameworks have in common."""
 
     title: str
-    classes: tuple[str, str]  # the framework's class of models: its module, its name
-    # Attributes: eps; of batch norm also momentum, scale, shift, and the variance's convention.
-    words: tuple[str, str, str, str, str]
-    convention = "unbiased_global"  # of layers without that attribute
-    has_decay = True  # where others have a momentum
+    base_class: tuple[str, str]  # the framework's class of models: its module and its name
+    # Attributes of layers: eps, momentum, scale, shift, convention of the running variance.
+    attributes: tuple[str, str, str, str, str]
+    convention = "unbiased_global"  # if a layer has no attribute for it
+    has_decay = True  # the attribute is 1 - momentum
 
     def layers(self) -> Iterable[tuple[str, Any]]:
-        """All layers with their names, which have dots."""
+        """Return the dotted name and the layer for each layer."""
         raise NotImplementedError
 
     def options(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Yield the options of each layer that has an eps, by the layer's name."""
-        eps, momentum, scale, shift, convention = self.words
+        eps, momentum, scale, shift, convention = self.attributes
         for name, layer in self.layers():
             if not hasattr(layer, eps):
                 continue
             shared = NormOptions.of(SimpleNamespace(eps=getattr(layer, eps)), layer)
-            # The other model may have the ReLU behind the layer.
+            # The other model may have the ReLU as a layer of its own.
             options = {k: v for k, v in vars(shared).items() if k != "fuse_relu"}
             if hasattr(layer, momentum):
                 value = getattr(layer, momentum)
@@ -46,20 +46,20 @@ class _Model:
             yield name, options
 
     def recorder(self) -> tuple[Arrays, Callable[[Any, Any], None]]:
-        """Return a dict, and what keeps the output of a layer's first call there."""
-        found: Arrays = {}
+        """Return a dict, and a function that stores the output of a layer's first call in it."""
+        recorded: Arrays = {}
         names = {id(layer): name for name, layer in self.layers() if name}
 
-        def keep(layer: Any, y: Any) -> None:
+        def record(layer: Any, y: Any) -> None:
             if id(layer) in names and isinstance(y, np.ndarray):
-                found.setdefault(names[id(layer)], y.copy())
+                recorded.setdefault(names[id(layer)], y.copy())
 
-        return found, keep
+        return recorded, record
 
 
 class TorchModel(Torch, _Model):
-    title, classes, has_decay = "torch", ("torch.nn", "Module"), False
-    words = "eps", "momentum", "weight", "bias", "running_var_convention"
+    title, base_class, has_decay = "torch", ("torch.nn", "Module"), False
+    attributes = "eps", "momentum", "weight", "bias", "running_var_convention"
 
     def layers(self) -> Iterable[tuple[str, Any]]:
         return self.module.named_modules()
@@ -77,20 +77,20 @@ class TorchModel(Torch, _Model):
     @contextmanager
     def outputs(self) -> Iterator[Arrays]:
         """Record the output of each layer's first call, by the layer's name."""
-        found, keep = self.recorder()
+        recorded, record = self.recorder()
 
         def hook(layer: Any, _: Any, y: Any) -> None:
-            keep(layer, y.detach().numpy() if hasattr(y, "detach") else y)
+            record(layer, y.detach().numpy() if hasattr(y, "detach") else y)
 
-        hooks = [layer.register_forward_hook(hook) for _, layer in self.layers()]
-        yield found
-        for each in hooks:
-            each.remove()
+        handles = [layer.register_forward_hook(hook) for _, layer in self.layers()]
+        yield recorded
+        for handle in handles:
+            handle.remove()
 
 
 class ChainerModel(Chainer, _Model):
-    title, classes = "Chainer", ("chainer", "Link")
-    words = "eps", "decay", "gamma", "beta", "avg_var_convention"
+    title, base_class = "Chainer", ("chainer", "Link")
+    attributes = "eps", "decay", "gamma", "beta", "avg_var_convention"
 
     def layers(self) -> Iterable[tuple[str, Any]]:
         return ((path[1:].replace("/", "."), link) for path, link in self.link.namedlinks())
@@ -122,27 +122,27 @@ class ChainerModel(Chainer, _Model):
     def outputs(self) -> Iterator[Arrays]:
         from chainer import LinkHook
 
-        found, keep = self.recorder()
+        recorded, record = self.recorder()
 
         class Recorder(LinkHook):
             def forward_postprocess(self, args: Any) -> None:
-                keep(args.link, getattr(args.out, "array", None))
+                record(args.link, getattr(args.out, "array", None))
 
         with Recorder():
-            yield found
+            yield recorded
 
 
 class FlaxModel(_Model):
-    """A model of flax.nnx, in one process: its layers share with no other."""
+    """A model of flax.nnx, which runs in one process only: its layers share no statistics."""
 
-    title, classes, convention = "flax", ("flax.nnx", "Module"), "biased"
-    words = "epsilon", "momentum", "scale", "bias", "running_var"
+    title, base_class, convention = "flax", ("flax.nnx", "Module"), "biased"
+    attributes = "epsilon", "momentum", "scale", "bias", "running_var"
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def synchronize(self, communicator: Communicator) -> None:
-        """Do nothing: ranks know the model's arrays, as it has run on the whole input."""
+        """Do nothing: a flax model is compared in one process only."""
 
     def layers(self) -> Iterable[tuple[str, Any]]:
         from flax import nnx
@@ -156,7 +156,7 @@ class FlaxModel(_Model):
         return {".".join(map(str, path)): np.asarray(v[...]) for path, v in flat}
 
     def train(self, x: Array) -> tuple[Array, Array]:
-        """Train as `Torch.train`, after a pass without gradient, whose outputs can be read."""
+        """Train as `Torch.train` does; first run once untraced, so that outputs can be recorded."""
         import jax
         from flax import nnx
 
@@ -169,9 +169,9 @@ class FlaxModel(_Model):
                 return model(x), nnx.state(model)
 
             run(jax.numpy.asarray(x))
-            y, gradient, moved = jax.vjp(run, jax.numpy.asarray(x), has_aux=True)
-            nnx.update(self.model, moved)
-            return np.asarray(y), np.asarray(gradient(y**2)[0])
+            y, backward, new_state = jax.vjp(run, jax.numpy.asarray(x), has_aux=True)
+            nnx.update(self.model, new_state)
+            return np.asarray(y), np.asarray(backward(y**2)[0])
 
     def evaluate(self, x: Array) -> Array:
         import jax
@@ -184,34 +184,34 @@ class FlaxModel(_Model):
     def outputs(self) -> Iterator[Arrays]:
         import jax
 
-        found: Arrays = {}
+        recorded: Arrays = {}
 
-        def recording(cls: Any, name: str) -> Any:
+        def recording_class(cls: Any, name: str) -> Any:
             def call(self: Any, *args: Any, **options: Any) -> Any:
                 y = cls.__call__(self, *args, **options)
                 if isinstance(y, jax.Array) and not isinstance(y, jax.core.Tracer):
-                    found.setdefault(name, np.asarray(y))
+                    recorded.setdefault(name, np.asarray(y))
                 return y
 
             return type(cls.__name__, (cls,), {"__call__": call})
 
         classes = [(m, type(m), name) for name, m in self.layers() if name and callable(m)]
         for m, cls, name in classes:
-            m.__class__ = recording(cls, name)
-        yield found
+            m.__class__ = recording_class(cls, name)
+        yield recorded
         for m, cls, _ in classes:
             m.__class__ = cls
 
 
 Model = TorchModel | ChainerModel | FlaxModel
-# In the order of a pair; the first model gets the state of the second.
+# A pair has this order: the first model gets the state of the second.
 KINDS: tuple[type[Model], ...] = TorchModel, ChainerModel, FlaxModel
 
 
-def model_of(found: object) -> Model | None:
-    """Return what compares this model; None for anything else. Imports no framework."""
+def model_of(value: object) -> Model | None:
+    """Return the adapter of a user's model; None for anything else. Imports no framework."""
     for kind in KINDS:
-        module, name = kind.classes
-        if isinstance(found, getattr(sys.modules.get(module), name, ())):
-            return kind(found)
+        module, name = kind.base_class
+        if isinstance(value, getattr(sys.modules.get(module), name, ())):
+            return kind(value)
     return None

@@ -1,11 +1,11 @@
 """The expected results: batch normalization of the whole batch in NumPy and float64.
 
-Every element x_i of the batch has a share p_i in the statistics, with sum(p) = 1::
+Each element x_i of the batch has a weight p_i in the statistics, with sum(p) = 1::
 
     mean = sum(p * x)    var = sum(p * (x - mean)**2)    xhat = (x - mean) / sqrt(var + eps)
     dx = weight / sqrt(var + eps) * (dy - p * (sum(dy) + xhat * sum(dy * xhat)))
 
-With equal shares this is Ioffe & Szegedy (2015). The weighting determines the shares.
+With equal weights, this is Ioffe & Szegedy (2015). The weighting determines the weights.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ Array = NDArray[Any]
 
 @dataclass
 class Result:
-    """One step; lists have an entry per rank, the rest belongs to the whole batch."""
+    """The results of one step; lists have an entry per rank, arrays are those of all ranks."""
 
     y: list[Array]
     dx: list[Array]
-    dweight: Array  # sums over all ranks, as dbias
+    dweight: Array  # summed over all ranks, like dbias
     dbias: Array
     mean: Array
     var: Array  # biased
@@ -42,22 +42,22 @@ def batch_norm(
     masks: Sequence[Array] | None = None,
     num_samples: Sequence[int] | None = None,
 ) -> Result:
-    """Batch norm of the ranks' batches `xs`, each `(N, C, *spatial)`, and its gradients.
+    """Normalize the ranks' batches `xs`, each `(N, C, *spatial)`, and compute the gradients.
 
-    With `masks`, each `(N, *spatial)`, that of the elements where the mask is True; `y` and `dx`
-    are 0 elsewhere. `num_samples` of each rank are by default those with any element that counts.
+    `masks`, each `(N, *spatial)`, select the elements in the statistics; elsewhere, `y` and `dx`
+    are 0. By default, `num_samples` is each rank's number of samples with any selected element.
     """
     masks = masks or [np.ones(x[:, :1].shape, bool)[:, 0] for x in xs]
     x, dy = (np.concatenate(list(map(_rows, arrays, masks))) for arrays in (xs, dys))
     weight, bias = weight.astype(np.float64), bias.astype(np.float64)
     counts = [int(mask.sum()) for mask in masks]
     samples = num_samples or [sum(sample.any() for sample in mask) for mask in masks]
-    weights = {"element": counts, "sample": samples, "rank": [1] * len(xs)}[weighting]
-    shares = [np.full(n, a / max(n, 1)) for n, a in zip(counts, weights, strict=True)]
-    p = np.concatenate(shares)[:, None]
+    rank_weights = {"element": counts, "sample": samples, "rank": [1] * len(xs)}[weighting]
+    weights = [np.full(n, w / max(n, 1)) for n, w in zip(counts, rank_weights, strict=True)]
+    p = np.concatenate(weights)[:, None]
     p = p / p.sum()
     mean = _sum(p * x)
-    mean = mean + _sum(p * (x - mean))  # what the first sum has rounded away
+    mean = mean + _sum(p * (x - mean))  # correct the rounding of the first sum
     var = _sum(p * (x - mean) ** 2)
     std = np.sqrt(var + eps)
     xhat = (x - mean) / std
@@ -70,7 +70,7 @@ def batch_norm(
 
 
 def _sum(rows: Array) -> Array:
-    """Sum over axis 0 in pairs, as NumPy along contiguous axes; one by one, equal terms drift."""
+    """Sum over axis 0 pairwise, as NumPy sums contiguous axes; naive sums of equal terms drift."""
     total: Array = np.ascontiguousarray(rows.T).sum(1)
     return total
 
@@ -78,7 +78,7 @@ def _sum(rows: Array) -> Array:
 def running(
     old: tuple[Array, Array], mean: Array, var: Array, factor: float, momentum: float
 ) -> tuple[Array, Array]:
-    """Running mean and variance after one batch; `factor` makes the variance unbiased, or not."""
+    """Return running mean and variance after a batch; `factor` converts the biased variance."""
     return (
         (1 - momentum) * old[0] + momentum * mean,
         (1 - momentum) * old[1] + momentum * factor * var,
@@ -88,14 +88,14 @@ def running(
 def normalize(
     x: Array, mean: Array, var: Array, weight: Array, bias: Array, *, eps: float, mask: Array
 ) -> Array:
-    """`x` normalized by running statistics; 0 where `mask` is False."""
+    """Normalize `x` by running statistics; the result is 0 where `mask` is False."""
     return _unrows((_rows(x, mask) - mean) / np.sqrt(var + eps) * weight + bias, mask)
 
 
 def relative_error(got: Any, expected: Any, scale: Any = None) -> float:
-    """Largest error, relative to the largest entry of `scale`, which is `expected` by default.
+    """Return the largest error, relative to the largest entry of `scale` (default: `expected`).
 
-    NaN and another shape count as infinite.
+    The error is infinite for NaN or a wrong shape.
     """
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     if got.shape != expected.shape:
@@ -109,12 +109,12 @@ def relative_error(got: Any, expected: Any, scale: Any = None) -> float:
 
 
 def _rows(a: Array, mask: Array) -> Array:
-    """The elements of `(N, C, *spatial)` that count as `(elements, C)` in float64."""
+    """Return the selected elements of `(N, C, *spatial)` as `(elements, C)` in float64."""
     return np.moveaxis(a, 1, -1)[mask].astype(np.float64)
 
 
 def _unrows(rows: Array, mask: Array) -> Array:
-    """The opposite of `_rows`; 0 for the elements that do not count."""
+    """Return the inverse of `_rows`; elements that are not selected are 0."""
     whole = np.zeros((*mask.shape, rows.shape[1]))
     whole[mask] = rows
     return np.moveaxis(whole, -1, 1)

@@ -1,4 +1,4 @@
-"""The user's own pair of models, in two frameworks, and its comparison on each rank."""
+"""Comparison of two models of the user, in different frameworks, on each rank."""
 
 import math
 import pkgutil
@@ -25,27 +25,27 @@ MODEL_BOUNDS = {
 
 
 def compare_models(communicator: Communicator, path: str) -> list[Error]:
-    """The errors of a pair of the user's models, which "module:function" returns. Collective.
+    """Return the errors of the two models that "module:function" returns. Collective.
 
-    Each rank has a part of the example input, and batch normalization is synchronized; alone, the
-    models get the whole input. A flax model runs alone only. Where options of layers differ, these
-    are the errors.
+    Alone, the models get the whole example input. On ranks, each rank gets a part, and batch
+    normalization is synchronized. A flax model runs alone only. If options of layers differ, only
+    these differences are returned.
     """
-    first, second, x, unlike = load_pair(path)
-    if unlike:
-        return unlike
-    alone, differs_alone = _steps([first, second], x)
-    models = [m for m in load_pair(path, communicator)[:2] if not isinstance(m, FlaxModel)]
+    first, second, x, differences = load_pair(path)
+    if differences:
+        return differences
+    alone, layer_alone = _steps([first, second], x)
+    on_ranks = [m for m in load_pair(path, communicator)[:2] if not isinstance(m, FlaxModel)]
     indices = np.array_split(np.arange(len(x)), communicator.size)[communicator.rank]
-    shared, differs = _steps(models, x[indices])
+    shared, layer_on_ranks = _steps(on_ranks, x[indices])
     one, two = (model.title.lower() for model in (first, second))
     errors = []
     for name, bound in MODEL_BOUNDS[x.dtype.name].items():
         whole = [arrays[name] for arrays in alone]
         parts = [arrays[name] for arrays in shared]
-        cases: list[Any] = [(f"{one} and {two} alone", *whole, differs_alone)]
+        cases: list[Any] = [(f"{one} and {two} alone", *whole, layer_alone)]
         if len(parts) == 2:
-            cases += [(f"{one} and {two} on ranks", *parts, differs)]
+            cases += [(f"{one} and {two} on ranks", *parts, layer_on_ranks)]
         for of, got, right in zip((one, two), parts, whole, strict=False):
             cases += [(f"{of} alone and on ranks", got, right[indices], "")]
         for case, got, right, layer in cases:
@@ -55,7 +55,7 @@ def compare_models(communicator: Communicator, path: str) -> list[Error]:
 
 
 def find(path: str) -> Callable[[], Any]:
-    """The user's function that "module:function" names; raises ValueError for anything else."""
+    """Return the function "module:function"; raise ValueError if it cannot be imported."""
     if importable("chainer"):
         import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
 
@@ -74,17 +74,17 @@ def find(path: str) -> Callable[[], Any]:
 def load_pair(
     path: str, communicator: Communicator | None = None
 ) -> tuple[Any, Any, Array, list[Error]]:
-    """The user's models, their input, and the errors of their options.
+    """Return the user's two models, their example input, and the options that differ.
 
-    The batch normalizations share with nobody, or with the ranks of a communicator. Without
-    errors, the first model has the state of the second. Raises ValueError for what is no pair.
+    If none differ, the first model gets the state of the second. With a communicator, batch
+    normalization is synchronized over its ranks. Raises ValueError if this is not a valid pair.
     """
     first, second, x = _call_factory(path, find(path))
     for model in (first, second):
         _set_ranks(path, model, SingleProcess())
         _check_call(f"the {model.title} model of {path}", model, x)
-    if unlike := list(_option_differences(first, second)):
-        return first, second, x, unlike
+    if differences := list(_option_differences(first, second)):
+        return first, second, x, differences
     _load(path, first, second)
     if communicator is None:
         return first, second, x, []
@@ -102,52 +102,53 @@ def load_pair(
 
 
 def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Array]:
-    """The pair and the example input that the user's function returns; raises for anything else."""
+    """Call the user's function; return two models and the input, or raise for anything else."""
     import torch
 
     # All calls must return models with the same weights.
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
     try:
-        found = function()
+        returned = function()
     except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
-            f"{path} has raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+            f"{path} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
         ) from error
-    each = found if isinstance(found, tuple | list) else (found,)
-    given = [model for model in map(model_of, each) if model is not None]
-    order = [KINDS.index(type(model)) for model in given]
+    values = returned if isinstance(returned, tuple | list) else (returned,)
+    adapters = [model for model in map(model_of, values) if model is not None]
+    order = [KINDS.index(type(model)) for model in adapters]
     if (
-        len(each) != 3
+        len(values) != 3
         or len({*order}) < 2
         or order != sorted(order)
-        or not isinstance(each[2], np.ndarray)
+        or not isinstance(values[2], np.ndarray)
     ):
         raise ValueError(
             f"{path} must return two of a torch.nn.Module, a chainer.Link and a flax.nnx.Module, "
             "in this order, and a NumPy array: got "
-            f"{', '.join(type(v).__qualname__ for v in each)}."
+            f"{', '.join(type(v).__qualname__ for v in values)}."
         )
-    (first, second), x = given, each[2]
+    (first, second), x = adapters, values[2]
     if isinstance(second, ChainerModel) and type(second.link).__name__ == "Classifier":
         raise ValueError(
-            f"{path} must return a model without a loss: got an L.Classifier. Return its predictor."
+            f"{path} must return a model without a loss: got an L.Classifier. Return the "
+            "classifier's predictor."
         )
     if x.dtype.name not in MODEL_BOUNDS:
         raise ValueError(f"the example input must be float32 or float64: got {x.dtype} of {path}.")
-    if len(x) < 3:  # two become 1 and -1, and dx is 0
+    if len(x) < 3:  # two samples are normalized to 1 and -1, and dx is 0
         raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
     return first, second, x
 
 
 def _check_call(whose: str, model: Model, x: Array) -> None:
-    """Raise unless a model takes the example; links that wait for an input get their size."""
+    """Raise unless a model accepts the example input; links without a size get one from it."""
     try:
         shape = model.evaluate(x).shape
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"{whose} must take the example input, {x.dtype} of shape {x.shape}, and return an "
+            f"{whose} must accept the example input, {x.dtype} of shape {x.shape}, and return an "
             f"array: got {type(error).__name__}: {error}"
         ) from error
     if shape[:1] != x.shape[:1]:
@@ -158,7 +159,7 @@ def _check_call(whose: str, model: Model, x: Array) -> None:
 
 
 def _load(path: str, first: Any, second: Any) -> None:
-    """Give the first model the state of the second."""
+    """Load the state of the second model into the first."""
     try:
         source, target = (KEY_NAMES[model.title.lower()] for model in (second, first))
         first.load(_translate(second.state(), source, target, None).state)
@@ -179,14 +180,13 @@ def _set_ranks(path: str, model: Model, ranks: Communicator) -> None:
             layer.comm = ranks
         elif (package, name) == ("torch", "SyncBatchNorm") or "MultiNode" in name:
             raise ValueError(
-                f"the models of {path} must use unsynchronized layers, nn.BatchNorm2d and "
-                f"L.BatchNormalization for example, which the comparison converts: got "
-                f"{package}'s {name}."
+                f"the models of {path} must use unsynchronized layers (nn.BatchNorm2d, "
+                f"L.BatchNormalization), which the comparison converts: got {name} of {package}."
             )
 
 
 def _option_differences(first: Model, second: Model) -> Iterator[Error]:
-    """An error for each pair of layers of one name whose options differ."""
+    """Yield an error for each option that differs between layers of the same name."""
     others = dict(second.options())
     for name, options in first.options():
         for option, value in options.items():
@@ -197,22 +197,22 @@ def _option_differences(first: Model, second: Model) -> Iterator[Error]:
 
 
 def _steps(models: Sequence[Any], x: Array) -> tuple[list[Arrays], str]:
-    """Return each model's arrays of a training step and an evaluation; and, see `_first_layer`."""
+    """Train and evaluate each model; return the arrays, and the layer that `_first_layer` finds."""
     arrays: list[Arrays] = []
     outputs: list[Arrays] = []
     for model in models:
-        with model.outputs() as of_layers:
+        with model.outputs() as layer_outputs:
             y, dx = model.train(x)
-        outputs.append(of_layers)
+        outputs.append(layer_outputs)
         arrays.append({"y": y, "dx": dx, "eval": model.evaluate(x)})
     return arrays, _first_layer(outputs[0], outputs[-1], MODEL_BOUNDS[x.dtype.name]["y"])
 
 
-def _first_layer(of_first: Arrays, of_second: Arrays, bound: float) -> str:
+def _first_layer(first: Arrays, second: Arrays, bound: float) -> str:
     """Return the first layer, in the order of calls, whose output differs by more than `bound`."""
-    for name, y in of_first.items():
-        other = of_second.get(name, y)
-        if other.shape != y.shape and other.ndim > 2:  # flax has the channels last
+    for name, y in first.items():
+        other = second.get(name, y)
+        if other.shape != y.shape and other.ndim > 2:  # flax has channels last
             other = np.moveaxis(other, -1, 1)
         if oracle.relative_error(y, other) > bound:
             return name

@@ -1,8 +1,8 @@
-"""The work of each rank of the parity command: trains layers, and finds their errors.
+"""The work of a rank of the parity command: train layers, and compare with the oracle.
 
-A adapter is a framework's layer or model behind one small interface of NumPy arrays. A rank
-compares when all communication is over, so that it cannot fail and leave the other ranks waiting
-in a collective. Only functions import frameworks.
+An adapter gives a framework's layer or model a small interface of NumPy arrays. A rank compares
+results after all communication, so that a failure leaves no other rank waiting in a collective.
+Only functions import frameworks.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,33 +23,33 @@ QUANTITIES = ("y", "dx", "dweight", "dbias", "running_mean", "running_var")  # o
 
 
 class Error(NamedTuple):
-    """The error of a quantity on a rank in a step; NaN counts as infinite."""
+    """The error of a quantity on a rank in a step; infinite for NaN."""
 
-    ratio: float  # of the error to its bound
+    ratio: float  # error / bound
     error: float  # relative to the largest expected entry
     bound: float
     quantity: str
     case: str
     adapter: str
-    text: str = ""  # of an option that differs, whose error is infinite
+    text: str = ""  # describes an option that differs, whose error is infinite
     layer: str = ""  # the first layer whose output differs
 
 
 class Torch:
-    """A module of torch, called by `call`."""
+    """A torch module, called by way of `call`."""
 
     def __init__(self, module: Any, call: Callable[..., Any] | None = None) -> None:
         self.module, self.call = module, call or module
 
     def state(self) -> list[Array]:
-        """Gradients of weight and bias as the framework gives them, and running statistics."""
+        """Return the framework's gradients of weight and bias, and the running statistics."""
         m = self.module
         return list(map(_from_torch, (m.weight.grad, m.bias.grad, m.running_mean, m.running_var)))
 
     def train(self, x: Array, dy: Array | None = None, **masks: Array) -> tuple[Array, Array]:
-        """The output and the gradient of `x`; without `dy`, down the sum of y**3 / 3.
+        """Return the output and the gradient of `x`; without `dy`, of the loss sum(y**3) / 3.
 
-        Of the sum of y, or of y**2, batch normalization gives dx = 0.
+        For the losses sum(y) and sum(y**2), the gradient of batch normalization would be 0.
         """
         t = _to_torch(x).requires_grad_()
         self.module.train().zero_grad()
@@ -58,7 +58,7 @@ class Torch:
         return _from_torch(y), _from_torch(t.grad)
 
     def evaluate(self, x: Array, **masks: Array) -> Array:
-        """The output in evaluation."""
+        """Return the output in evaluation mode."""
         import torch
 
         with torch.no_grad():
@@ -67,7 +67,7 @@ class Torch:
 
 
 def _to_torch(a: Array) -> Any:
-    """A tensor on the device where torch makes tensors."""
+    """Return a tensor on torch's default device."""
     import torch
 
     return torch.from_numpy(a).to(torch.get_default_device())
@@ -78,7 +78,7 @@ def _from_torch(t: Any) -> Array:
 
 
 class Chainer:
-    """A link of Chainer, called by `call`."""
+    """A Chainer link, called by way of `call`."""
 
     def __init__(self, link: Any, call: Callable[..., Any] | None = None) -> None:
         self.link, self.call = link, call or link
@@ -105,7 +105,7 @@ class Chainer:
 
 
 def torch_layer(case: Case, communicator: Communicator) -> Torch:
-    """multibn.torch.SyncBatchNorm."""
+    """Return an adapter of multibn.torch.SyncBatchNorm."""
     from torch.utils.checkpoint import checkpoint
 
     from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
@@ -126,7 +126,7 @@ def torch_layer(case: Case, communicator: Communicator) -> Torch:
 
 
 def chainer_layer(case: Case, communicator: Communicator) -> Chainer:
-    """multibn.chainer.MultiNodeBatchNormalization."""
+    """Return an adapter of multibn.chainer.MultiNodeBatchNormalization."""
     from multibn.chainer_backend import MultiNodeBatchNormalization
 
     # isort: split
@@ -146,8 +146,8 @@ def chainer_layer(case: Case, communicator: Communicator) -> Chainer:
     link.avg_var[...] = 1
 
     def call(v: Any, **options: Any) -> Any:
-        one = partial(link, finetune=case.cumulative, **options)
-        return forget(one, v) if case.recompute else one(v)
+        forward = partial(link, finetune=case.cumulative, **options)
+        return forget(forward, v) if case.recompute else forward(v)
 
     return Chainer(link, call)
 
@@ -158,7 +158,7 @@ ADAPTERS: dict[str, Any] = {"torch": torch_layer, "chainer": chainer_layer}
 def measure(
     communicator: Communicator, adapters: Sequence[str], cases: Sequence[str]
 ) -> list[Error]:
-    """This rank's errors of layers in the cases of these names. Collective."""
+    """Return the errors of the named `adapters` in the named `cases` on this rank. Collective."""
     arrays = {
         (case, adapter): train(adapter, case, communicator)
         for case in CASES
@@ -172,7 +172,7 @@ def measure(
 
 
 def train(adapter: str, case: Case, communicator: Communicator) -> Arrays:
-    """Train a layer. Collective."""
+    """Train and evaluate a layer, and return this rank's arrays. Collective."""
     layer = ADAPTERS[adapter](case, communicator)
     arrays: Arrays = {}
     rank, size = communicator.rank, communicator.size
@@ -181,16 +181,16 @@ def train(adapter: str, case: Case, communicator: Communicator) -> Arrays:
         arguments = {} if case.padding is None else {"mask": masks[rank]}
         y_and_dx = layer.train(xs[rank], dys[rank], **arguments)
         dweight, dbias, *running = (np.asarray(a).copy() for a in layer.state())
-        # Optimizers average so. torch's gradients are each rank's sums; Chainer's are means.
+        # Average over ranks, as optimizers do. torch's gradients are local, Chainer's are means.
         means = [communicator.allreduce(a.astype(np.float64)) / size for a in (dweight, dbias)]
         arrays |= _named(step, *y_and_dx, *means, *running)
     arrays[f"{step}/eval"] = layer.evaluate(xs[rank], **arguments)
     return arrays
 
 
-@lru_cache(1)  # one adapter after the other
+@lru_cache(1)  # the adapters of a case are compared one after the other
 def expected(case: Case, rank: int, size: int) -> Arrays:
-    """The right results of `train` on this rank."""
+    """Return the arrays that `train` should return on this rank."""
     arrays: Arrays = {}
     running = np.zeros(CHANNELS), np.ones(CHANNELS)
     for step in range(case.steps):
@@ -215,7 +215,7 @@ def _named(step: int, *arrays: Array) -> Arrays:
 
 
 def compare(adapter: str, case: Case, got: Arrays, rank: int, size: int) -> list[Error]:
-    """The errors of what `train` has given on this rank."""
+    """Return the errors of `got`, the arrays that `train` returned on this rank."""
     errors = []
     for key, array in expected(case, rank, size).items():
         quantity = key.rpartition("/")[2]
