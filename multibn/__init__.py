@@ -1,7 +1,7 @@
 """Batch normalization whose statistics are shared between processes.
 
-Layers, and functions of models, are in `multibn.torch`, `multibn.flax` and `multibn.chainer`. This
-module imports no framework.
+`multibn.torch`, `multibn.flax` and `multibn.chainer` have the layers and the functions for models.
+This module imports no framework.
 """
 
 from importlib import import_module as _import_module
@@ -18,11 +18,11 @@ from multibn.engine import observing as observing
 
 
 def __getattr__(name: str) -> _Any:
-    """The modules of the frameworks, imported when they are first named."""
+    """Import the module of a framework on first access."""
     if name.removesuffix("_backend") in ("torch", "flax", "chainer"):
         return _import_module(f"multibn.{name}")
     raise AttributeError(
-        f"module 'multibn' has no attribute {name!r}. Layers, and functions of models, are in "
-        f"`multibn.torch`, `multibn.flax` and `multibn.chainer`: write `multibn.torch.{name}`, for "
-        "example."
+        f"module 'multibn' has no attribute {name!r}. Layers and functions for models are in "
+        f"`multibn.torch`, `multibn.flax` and `multibn.chainer`: for example, write "
+        f"`multibn.torch.{name}`."
     )

@@ -1,4 +1,4 @@
-"""`python -m multibn`."""
+"""Entry point of `python -m multibn`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line, `multibn COMMAND` or `python -m multibn COMMAND`."""
+"""The command line: `multibn COMMAND` or `python -m multibn COMMAND`."""
 
 import argparse
 import inspect

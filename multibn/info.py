@@ -1,6 +1,6 @@
-"""`multibn info`: installed versions, what computes and what carries messages, and why not faster.
+"""`multibn info`: installed versions, kernels and transports in use, and how to speed these up.
 
-Nothing here imports a framework or initialises MPI.
+This module imports no framework and does not initialize MPI.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from multibn.communicators.watchdog import check_timeout
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the installed versions, what computes and what carries messages.
+    """Show installed versions, and the kernels and transports in use.
 
-    Explains how to enable a faster way. Exit status: 0, or 2 if a variable of
-    multibn has a wrong value.
+    Explains how to enable faster ones. Exit status: 0, or 2 if an environment
+    variable of multibn has an invalid value.
 
     multibn info
     multibn info --json
@@ -48,16 +48,16 @@ def text(facts: Mapping[str, Any]) -> str:
 
 
 def collect() -> dict[str, Any]:
-    """A sentence, and the facts by section; None stands for a library that is missing.
+    """Return the facts by section; the version of a missing library is None.
 
-    `kernels` and `messages` name what is in use, with the reason and the cure where it is slow.
-    Raises ValueError for a wrong value of a variable.
+    `kernels` and `messages` name what is in use; if this is slow, also why and what to do.
+    Raises ValueError if an environment variable of multibn has an invalid value.
     """
     check_timeout()
     versions: dict[str, str | None] = {"multibn": __version__, "python": platform.python_version()}
     distributions = metadata.packages_distributions()
     for name in ("numpy", "torch", "triton", "flax", "jax", "chainer", "cupy", "mpi4py"):
-        # Python 3.10 does not know of wheels that list no top-level names, as numpy's.
+        # Python 3.10 does not find wheels without top_level.txt, numpy's for example.
         found = next(iter(metadata.distributions(name=distributions.get(name, [name])[0])), None)
         versions[name] = found.version if found and importable(name) else None
     facts = {"kernels": _kernels(versions["triton"]), "messages": _messages()}
@@ -73,12 +73,12 @@ def _listed(parts: list[str]) -> str:
 def _what_works(
     versions: dict[str, str | None], kernels: dict[str, str], messages: dict[str, str]
 ) -> str:
-    """One sentence about the frameworks, and the launchers under which each can run."""
-    launchers = {name for name, way in messages.items() if not way.startswith("nothing")}
-    under = {"torch": launchers, "chainer": launchers & {"mpiexec"}, "flax": ()}
+    """Return a sentence on the frameworks that work, and the launchers of each."""
+    launchers = {name for name, text in messages.items() if not text.startswith("nothing")}
+    supported = {"torch": launchers, "chainer": launchers & {"mpiexec"}, "flax": ()}
     works = [
-        f"{framework} {_listed(['in one process', *(f'under {name}' for name in sorted(able))])}"
-        for framework, able in under.items()
+        f"{framework} {_listed(['in one process', *(f'under {name}' for name in sorted(names))])}"
+        for framework, names in supported.items()
         if versions[framework]
     ]
     slow = "slow" in f"{kernels['host']} {messages}"
@@ -87,7 +87,7 @@ def _what_works(
 
 
 def _kernels(triton: str | None) -> dict[str, str]:
-    """The kernels in use: for arrays in host memory, and for torch's and CuPy's on a GPU."""
+    """Return the kernels in use for arrays in host memory, and for torch and CuPy on a GPU."""
     if kernels.turned_off():
         return dict.fromkeys(("host", "GPU"), "reference (slow): MULTIBN_KERNELS is reference")
     try:
@@ -104,12 +104,12 @@ def _kernels(triton: str | None) -> dict[str, str]:
 
 
 def find_gpu() -> bool:
-    """Whether the system has a GPU of NVIDIA or AMD, as far as can be told without a library."""
+    """Return whether Linux lists a device of NVIDIA or AMD; imports no library."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def _messages() -> dict[str, str]:
-    """The carrier of messages under each launcher."""
+    """Return the transport in use under each launcher."""
     torchrun = "shared memory where all ranks are on one machine, else torch.distributed"
     if reason := shared_memory.unavailable_reason():
         torchrun = f"torch.distributed (slow inside a machine): no shared memory, {reason}"

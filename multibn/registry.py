@@ -1,8 +1,8 @@
-"""mmengine's registries of the scope "multibn": `dict(type="multibn.PreciseBNHook")`.
+"""mmengine's registries for the scope "multibn": `dict(type="multibn.PreciseBNHook")`.
 
 For a type with a scope, mmengine imports the module `<scope>.registry`, so a config needs no
-`custom_imports`. Only mmengine and the integration import this module. `locations` are imported
-when a config first asks for a type.
+`custom_imports`. Only mmengine and the integration import this module. mmengine imports the
+`locations` when a config first uses a type of this scope.
 """
 
 from mmengine.registry import HOOKS as MMENGINE_HOOKS

@@ -1,1 +1,1 @@
-"""`multibn check`: numbers and times of ranks that the user's own launcher has started."""
+"""`multibn check`: test results and measure times on ranks that the user has launched."""

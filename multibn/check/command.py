@@ -1,4 +1,4 @@
-"""`multibn check` on one rank; rank 0 prints the report of all."""
+"""`multibn check`, run on every rank; rank 0 prints the report."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from multibn.parity.launch import enter_world, leave_world
 
 CASES = ("float32", "float64", "uneven", "empty-rank", "masked", "channels_last")
 SIZES = {True: (64, 224), False: (4, 112)}  # (images per rank, image size) with and without a GPU
-SECONDS = 20.0  # of the network's comparison; the others take a part of it
+SECONDS = 20.0  # to measure the network; other measurements take a fraction of this time
 VERDICTS = {True: "all results are correct", False: "some results are WRONG"}
 _FASTER = (
     "shared memory is faster than a gloo allreduce, which wakes gloo's threads and sends through "
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         communicator = _enter()
         report = collect(communicator)
-    except RuntimeError:  # a rank was lost, for example
+    except RuntimeError:  # for example, if a rank was lost
         traceback.print_exc()
         return 2
     if communicator.rank == 0:
@@ -60,14 +60,14 @@ def _torchrun() -> bool:
 
 
 def _enter() -> Communicator:
-    """The ranks that the launcher has started."""
+    """Return a communicator of the ranks that the launcher started. Collective."""
     name, size = launched_processes()
     if _torchrun():
         import torch
 
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        deadline = timedelta(seconds=check_timeout())
-        torch.distributed.init_process_group(backend, timeout=deadline)
+        timeout = timedelta(seconds=check_timeout())
+        torch.distributed.init_process_group(backend, timeout=timeout)
         return enter_world("gloo")
     if size > 1 and not importable("mpi4py"):
         raise ImportError(
@@ -78,10 +78,10 @@ def _enter() -> Communicator:
 
 
 def collect(communicator: Communicator) -> dict[str, Any]:
-    """Run the checks, and return the report, facts of `multibn info` included. Collective."""
+    """Run the checks, and return the report with the facts of `multibn info`. Collective."""
     start, times = time.monotonic(), {}
 
-    def say(what: str) -> None:
+    def print_progress(what: str) -> None:
         if communicator.rank == 0:
             print(f"{time.monotonic() - start:3.0f} s: {what}", file=sys.stderr, flush=True)
 
@@ -92,24 +92,24 @@ def collect(communicator: Communicator) -> dict[str, Any]:
         )
     machines = gather(this_machine(), communicator)
     gpu = _use_gpu(communicator, machines)
-    say("checking results")
-    found = gather(worker.measure(communicator, adapters, CASES), communicator)
-    errors = sorted(worker.Error(*each) for rank in found for each in rank)
-    numbers = {f"{e.adapter}, {e.case}": e for e in errors}  # the worst of each case sorts last
+    print_progress("checking results")
+    ranks = gather(worker.measure(communicator, adapters, CASES), communicator)
+    errors = sorted(worker.Error(*each) for rank in ranks for each in rank)
+    numbers = {f"{e.adapter}, {e.case}": e for e in errors}  # the worst error comes last
     channel = getattr(communicator, "channel", None)
-    over = "" if channel is None else channel.transport.carrier
+    transport = "" if channel is None else channel.transport.carrier
     peer = "NCCL" if gpu else "gloo"
     if hasattr(communicator, "mpi_comm"):
         peer = "MPI"
-    elif gpu and communicator.size > 1 and over:
-        over = f"NCCL, {over}"
-    labels = {"checked": f"multibn over {over}", "bare": f"{peer} allreduce"}
+    elif gpu and communicator.size > 1 and transport:
+        transport = f"NCCL, {transport}"
+    labels = {"checked": f"multibn over {transport}", "bare": f"{peer} allreduce"}
     for what, n, seconds, steps in _comparisons(communicator, bool(gpu)):
-        say(what)
+        print_progress(what)
         wait = sys.modules["torch"].cuda.synchronize if gpu else lambda: None
-        taken = take_turns(steps, communicator, seconds=seconds, wait=wait, finish=wait)
-        ranks = gather({name: t.tolist() for name, t in taken.items()}, communicator)
-        medians = {name: 1e3 * median_ms(t) / n for name, t in slowest(ranks).items()}
+        own = take_turns(steps, communicator, seconds=seconds, wait=wait, finish=wait)
+        rank_times = gather({name: t.tolist() for name, t in own.items()}, communicator)
+        medians = {name: 1e3 * median_ms(t) / n for name, t in slowest(rank_times).items()}
         times[what] = {
             labels.get(name, name): round(us, 1 if us < 100 else None)
             for name, us in medians.items()
@@ -118,10 +118,10 @@ def collect(communicator: Communicator) -> dict[str, Any]:
         "ranks": {
             "number": communicator.size,
             "machines": len(set(machines)),
-            "over": over or "no communication (one process)",
+            "over": transport or "no communication (one process)",
             "compute on": gpu or "CPU",
         }
-        | ({"note": _FASTER} if over == "shared memory" else {}),
+        | ({"note": _FASTER} if transport == "shared memory" else {}),
         "numbers": {
             name: {"error": float(f"{e.error:.2g}"), "bound": e.bound, "in": e.quantity}
             | {"verdict": "ok" if e.ratio <= 1 else "WRONG"}
@@ -133,21 +133,21 @@ def collect(communicator: Communicator) -> dict[str, Any]:
 
 
 def _use_gpu(communicator: Communicator, machines: list[str]) -> str:
-    """The name of this rank's GPU, if every rank has one of its own. Collective."""
+    """Use one GPU per rank, and return its name; return "" if there are too few. Collective."""
     torch: Any = import_module("torch") if importable("torch") else None
-    local = machines[: communicator.rank].count(machines[communicator.rank])
-    left = torch.cuda.device_count() - local if torch else 0
-    if min(gather(left, communicator)) < 1:
+    local_rank = machines[: communicator.rank].count(machines[communicator.rank])
+    num_left = torch.cuda.device_count() - local_rank if torch else 0
+    if min(gather(num_left, communicator)) < 1:
         return ""
-    torch.cuda.set_device(local)
-    torch.set_default_device(f"cuda:{local}")
+    torch.cuda.set_device(local_rank)
+    torch.set_default_device(f"cuda:{local_rank}")
     return str(torch.cuda.get_device_name())
 
 
 def _comparisons(
     communicator: Communicator, on_gpu: bool
 ) -> Iterator[tuple[str, int, float, Mapping[str, Step]]]:
-    """What is timed: its name, how often in a step, for how long, and steps that take turns."""
+    """Yield (title, repetitions per step, seconds, steps to compare) for each measurement."""
     for C in (64, 2048) if communicator.size > 1 else ():
         steps = message_steps(communicator, C, repeat=_REPEAT, on_gpu=on_gpu)
         yield f"message of {C} channels", _REPEAT, SECONDS / 10, steps
@@ -159,6 +159,6 @@ def _comparisons(
         ("layer", (number, 64, side // 4, side // 4), SECONDS / 5),
         ("ResNet-50", (number, 3, side, side), SECONDS),
     ):
-        # torch's own layer shares over its groups of GPUs alone.
+        # nn.SyncBatchNorm needs a process group, and tensors on GPUs.
         steps = network.training_steps(name, shape, communicator, peer=on_gpu and _torchrun())
         yield f"step of {name}, {'x'.join(map(str, shape))}", 1, seconds, steps

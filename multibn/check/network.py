@@ -1,4 +1,4 @@
-"""What `multibn check` times in torch: a layer, and a ResNet-50 without torchvision."""
+"""The torch models that `multibn check` times: a layer, and a ResNet-50 without torchvision."""
 
 import copy
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class Bottleneck(nn.Module):
         super().__init__()
         inner = [*_conv(num_in, width, 1), nn.ReLU(), *_conv(width, width, 3, stride), nn.ReLU()]
         self.body = nn.Sequential(*inner, *_conv(width, 4 * width, 1))
-        changes = num_in != 4 * width
-        self.shortcut = nn.Sequential(*_conv(num_in, 4 * width, 1, stride) if changes else ())
+        has_conv = num_in != 4 * width
+        self.shortcut = nn.Sequential(*_conv(num_in, 4 * width, 1, stride) if has_conv else ())
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
@@ -32,7 +32,7 @@ def _conv(num_in: int, num_out: int, size: int, stride: int = 1) -> list[nn.Modu
 
 
 def resnet50(blocks: Sequence[int] = BLOCKS) -> nn.Sequential:
-    """The layers of ResNet-50, in its order, with weights drawn from the default generator."""
+    """Build ResNet-50 with weights from torch's default generator."""
     layers, num_in = [*_conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], 64
     for stage, depth in enumerate(blocks):
         for i in range(depth):
@@ -44,7 +44,7 @@ def resnet50(blocks: Sequence[int] = BLOCKS) -> nn.Sequential:
 def training_steps(
     name: str, shape: Sequence[int], communicator: Communicator, *, peer: bool
 ) -> dict[str, Step]:
-    """The steps of a "layer" or of "ResNet-50" on an input of a `shape`, by the kind of norm."""
+    """Return steps of a "layer" or of "ResNet-50" by kind of norm; `shape` is the input's."""
     local: nn.Module = nn.BatchNorm2d(shape[1]) if name == "layer" else resnet50()
     models = {
         "multibn": convert_sync_batchnorm(copy.deepcopy(local), communicator),

@@ -1,4 +1,4 @@
-"""Interleaved timing, so that other load on the machine slows all candidates equally."""
+"""Interleaved timing: other load on the machine slows all candidates equally."""
 
 import gc
 import time
@@ -12,14 +12,14 @@ from multibn.communicators import Communicator
 from multibn.communicators.layer_communicator import LayerCommunicator
 
 Step: TypeAlias = Callable[[], object]
-# A row for each round: the time on the wall, and of the processor.
+# A row for each round: wall time and processor time.
 Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 WALL, PROCESSOR = 0, 1
-_ROUNDS = 5, 101  # at least, and at most
+_ROUNDS = 5, 101  # minimum and maximum
 
 
 def training_step(layer: Any, x: Any, dy: Any) -> Step:
-    """Forward and backward of a module of torch."""
+    """Return a step of forward and backward of a torch module."""
 
     def step() -> None:
         x.grad = None
@@ -32,7 +32,7 @@ def training_step(layer: Any, x: Any, dy: Any) -> Step:
 def message_steps(
     communicator: Any, C: int, *, repeat: int, on_gpu: bool = False
 ) -> dict[str, Step]:
-    """`repeat` forward messages of a layer of C channels, and as many bare allreduces as long."""
+    """Return steps of `repeat` forward messages of C channels, and of bare allreduces as long."""
     n, sent = wire.forward_payload(C), np.zeros(wire.length(C))
     numbers: Any = sent
     layer = LayerCommunicator(communicator, lambda: f"{C}")
@@ -55,8 +55,8 @@ def message_steps(
             memory.write(numbers[:n])
         phase.allreduce(numbers[:n] if memory is None else memory)
 
-    once = {"checked": checked, "bare": bare}
-    return {name: lambda step=step: [step() for _ in range(repeat)] for name, step in once.items()}  # type: ignore[misc]
+    calls = {"checked": checked, "bare": bare}
+    return {name: lambda call=call: [call() for _ in range(repeat)] for name, call in calls.items()}  # type: ignore[misc]
 
 
 def take_turns(
@@ -67,10 +67,10 @@ def take_turns(
     wait: Step = lambda: None,
     finish: Step = lambda: None,
 ) -> dict[str, Seconds]:
-    """Times of each step and of `finish`, in every round, on this rank; about `seconds` in all.
+    """Measure each step followed by `finish` in every round, for about `seconds`. Collective.
 
-    Collective. All ranks start each step together, when each has returned from `wait`; each round
-    begins with the next of the steps.
+    All ranks start a step together, after `wait` has returned on all ranks. Each round begins with
+    a different step.
     """
 
     def time_of(step: Step) -> list[float]:
@@ -82,24 +82,24 @@ def take_turns(
         return [time.perf_counter() - before[WALL], time.process_time() - before[PROCESSOR]]
 
     for _ in range(2):  # the first round compiles and fills caches
-        once = sum(time_of(step)[WALL] for step in steps.values())
-    mean = float(communicator.allreduce(np.array([once]))[0]) / communicator.size
+        round_time = sum(time_of(step)[WALL] for step in steps.values())
+    mean = float(communicator.allreduce(np.array([round_time]))[0]) / communicator.size
     names = list(steps)
-    taken: dict[str, list[list[float]]] = {name: [] for name in names}
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
         for i in range(int(np.clip(seconds / mean, *_ROUNDS))):
             first = i % len(names)
             for name in names[first:] + names[:first]:
-                taken[name].append(time_of(steps[name]))
+                times[name].append(time_of(steps[name]))
     finally:
         gc.enable()
-    return {name: np.array(times) for name, times in taken.items()}
+    return {name: np.array(rows) for name, rows in times.items()}
 
 
 def slowest(ranks: Sequence[Mapping[str, Seconds]]) -> dict[str, Seconds]:
-    """Times of every step in every round, of the rank that took longest."""
+    """Return the times of the slowest rank for each step and round."""
     return {name: np.max([rank[name] for rank in ranks], axis=0) for name in ranks[0]}
 
 
