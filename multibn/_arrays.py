@@ -1,4 +1,4 @@
-"""Array queries, faster than array_api_compat's, and conversion to and from host memory."""
+"""Queries about arrays, faster than array_api_compat's, and copies to and from host memory."""
 
 import sys
 import warnings
@@ -12,28 +12,28 @@ from array_api_compat import is_cupy_array, to_device
 from multibn._typing import Array
 
 _namespaces: dict[type, Any] = {}
-_DLPACK_CPU = 1  # kDLCPU of the DLPack header
+_DLPACK_CPU = 1  # kDLCPU of dlpack.h
 
 
 def is_torch_tensor(x: Any, /) -> bool:
-    """Return whether `x` is a tensor of torch.
+    """Return whether `x` is a torch tensor.
 
-    Code that torch.compile traces must read no cache, as array_api_compat's questions do.
+    torch.compile traces this function, which therefore reads no cache, unlike array_api_compat's.
     """
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def array_namespace(x: Array, /) -> Any:
-    """The namespace of `x` in the array API standard.
+    """Return the array API namespace of `x`.
 
-    Raises TypeError for a library that has no float64, or gives another dtype in its place.
+    Raises TypeError for masked arrays and matrices, and for a library without float64.
     """
     if is_torch_tensor(x):
         return sys.modules.get("array_api_compat.torch") or array_api_compat.array_namespace(x)
     namespace = _namespaces.get(type(x))
     if namespace is None:
-        if isinstance(x, np.ma.MaskedArray | np.matrix):  # with different arithmetic
+        if isinstance(x, np.ma.MaskedArray | np.matrix):  # their arithmetic differs
             raise TypeError(
                 f"the input must be a plain array: got {type(x).__qualname__}. Pass "
                 "numpy.array(x) and, for a masked array, mask=~numpy.ma.getmaskarray(x), without "
@@ -46,9 +46,9 @@ def array_namespace(x: Array, /) -> Any:
 
 
 def _check_float64(xp: Any, kind: type) -> None:
-    """Sums in float32 would give wrong variances without an error."""
+    """Raise TypeError without float64: sums in float32 would silently give wrong variances."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the library's own, in place of an error
+        warnings.simplefilter("ignore")  # JAX warns that it uses float32 instead
         given = xp.zeros(1, dtype=xp.float64).dtype if hasattr(xp, "float64") else None
     if given is None or given != xp.float64:
         raise TypeError(
@@ -59,31 +59,31 @@ def _check_float64(xp: Any, kind: type) -> None:
 
 
 def device(x: Array, /) -> Any:
-    """Where `x` is; "cpu" for arrays of a NumPy before 2.0, which do not say; None in a trace."""
+    """Return the device of `x`; "cpu" for NumPy before 2.0; None if JAX traces `x`."""
     # Not `np.ndarray | np.generic`, which torch.compile cannot trace.
     return getattr(x, "device", "cpu" if isinstance(x, (np.ndarray, np.generic)) else None)
 
 
 def on_device_of(x: Any, /) -> AbstractContextManager[Any]:
-    """Context in which the GPU of a tensor of torch's is the current one."""
+    """Return a context that makes the GPU of a torch tensor current; otherwise a null context."""
     if is_torch_tensor(x) and x.is_cuda:
         return sys.modules["torch"].cuda.device_of(x)
     return nullcontext()
 
 
 def is_on_host(x: Array, /) -> bool:
-    """Whether `x` is in host memory."""
+    """Return whether `x` is in host memory."""
     if isinstance(x, np.ndarray | np.generic):
         return True
-    is_cpu = getattr(x, "is_cpu", None)  # torch's, which is faster than what follows
+    is_cpu = getattr(x, "is_cpu", None)  # torch only; faster than DLPack
     if is_cpu is not None:
         return bool(is_cpu)
-    # What JAX traces is nowhere.
+    # A tracer of JAX has no device.
     return hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CPU
 
 
 def is_traced(x: Array, /) -> bool:
-    """Whether torch is tracing the operations on `x` (make_fx, torch.func.linearize)."""
+    """Return whether torch traces operations on `x` (make_fx, torch.func.linearize)."""
     if not is_torch_tensor(x):
         return False
     C = sys.modules["torch"]._C
@@ -91,7 +91,7 @@ def is_traced(x: Array, /) -> bool:
 
 
 def is_abstract(x: Array, /) -> bool:
-    """Whether `x` is a torch tensor without data: on the meta device, or fake."""
+    """Return whether `x` is a torch tensor without data: on the meta device, or fake."""
     if not is_torch_tensor(x):
         return False
     subclasses = sys.modules["torch"]._subclasses
@@ -100,7 +100,7 @@ def is_abstract(x: Array, /) -> bool:
 
 
 def values(x: Array, /) -> Array:
-    """`x` without the wrappers of torch.func; a dimension of vmap becomes one more axis."""
+    """Unwrap tensors of torch.func; a dimension of vmap becomes one more axis."""
     if is_torch_tensor(x):
         functorch = sys.modules["torch"]._C._functorch
         while functorch.is_functorch_wrapped_tensor(x):
@@ -109,7 +109,7 @@ def values(x: Array, /) -> Array:
 
 
 def to_host(x: Array, /) -> np.ndarray[Any, Any]:
-    """`x` as a contiguous NumPy array, which may share its memory.
+    """Return `x` as a contiguous NumPy array, which may share memory with `x`.
 
     16-bit types become float32: MPI has no half precision and NumPy no bfloat16.
     """
@@ -132,7 +132,7 @@ def to_host(x: Array, /) -> np.ndarray[Any, Any]:
 
 
 def from_host(a: np.ndarray[Any, Any], like: Array, /) -> Array:
-    """`a` as an array of the library, dtype and device of `like`."""
+    """Return `a` as an array of the library, dtype and device of `like`."""
     if isinstance(like, np.ndarray | np.generic):
         return a if a.dtype == like.dtype else a.astype(like.dtype)
     xp = array_namespace(like)

@@ -1,7 +1,7 @@
-"""The words that signatures share, and the checks of arguments that are numbers or such words.
+"""Type aliases of signatures, and checks of arguments.
 
-All checks raise when an object is built, so that a mistake does not end a job hours later. Their
-messages name the argument.
+Constructors call these checks, so that a mistake does not end a job hours later. Error messages
+name the argument.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,14 +11,14 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-# Any array of the array API standard: NumPy, torch, CuPy, array-api-strict... The standard has no
-# type of its own that a checker could hold the libraries to.
+# Any array of the array API standard: NumPy, torch, CuPy, array-api-strict... The standard defines
+# no type for a type checker.
 Array: TypeAlias = Any
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
 Weighting: TypeAlias = Literal["element", "sample", "rank"]
 RunningVar: TypeAlias = Literal["unbiased_global", "unbiased_local", "biased"]
-# The answer of a layer to a batch that is not finite. None: "skip" for float16, else "raise".
+# What a layer does with a non-finite batch. None: "skip" for float16, otherwise "raise".
 Nonfinite: TypeAlias = Literal["raise", "skip", None]
 
 
@@ -31,7 +31,7 @@ def check_choice(name: str, value: object, choices: Any) -> None:
 
 
 def check_bool(**values: object) -> None:
-    """Raise TypeError unless each value is a bool, or 0 or 1: "no" would count as true."""
+    """Raise TypeError unless each value is a bool, 0 or 1; the string "no" would be true."""
     for name, value in values.items():
         if not isinstance(value, (int, np.bool_)) or value not in (0, 1):
             raise TypeError(
@@ -40,9 +40,9 @@ def check_bool(**values: object) -> None:
 
 
 def check_int(name: str, value: Any, least: int | None = 1, *, none: str = "") -> None:
-    """Raise TypeError unless `value` is an int, not a bool; ValueError if it is below `least`.
+    """Raise TypeError unless `value` is an int and not a bool; ValueError below `least`.
 
-    If `none` is given, None is allowed, and the message explains None with this text.
+    If `none` is given, None is allowed, and `none` is the meaning of None in the message.
     """
     _check_type(name, value, Integral, "an int", none)
     if least is not None and value is not None and value < least:
@@ -51,16 +51,16 @@ def check_int(name: str, value: Any, least: int | None = 1, *, none: str = "") -
 
 
 def check_ints(name: str, values: Iterable[object], least: int | None = 1) -> None:
-    """`check_int` of each of several values."""
+    """Call `check_int` for each value."""
     for value in values:
         check_int(name, value, least)
 
 
 def check_number(name: str, value: Any, interval: str, *, none: str = "") -> None:
-    """Raise TypeError unless `value` is a real number; ValueError outside of `interval`, or NaN.
+    """Raise TypeError unless `value` is a real number; ValueError for NaN or outside `interval`.
 
-    The interval is such as "[0, 1)"; "(0, inf)" stands for positive and finite numbers. `none` is
-    as for `check_int`.
+    `interval` is a string, "[0, 1)" for example; "(0, inf)" is positive and finite. See `check_int`
+    for `none`.
     """
     _check_type(name, value, Real, "a number", none)
     low, high = map(float, interval[1:-1].split(","))
@@ -74,18 +74,18 @@ def check_number(name: str, value: Any, interval: str, *, none: str = "") -> Non
 
 
 def check_eps(value: Any, /, name: str = "eps") -> None:
-    """Raise as `check_number` below 1.18e-38, the smallest normal number of float32.
+    """Raise as `check_number` does if `value` is below the smallest normal float32, 1.18e-38.
 
-    Below 1e-77, the inverse standard deviation of a channel of equal values is infinite in float32,
-    and NaN comes out; subnormal numbers are 0 on some devices.
+    Below 1e-77, a channel of equal values has an infinite inverse standard deviation in float32,
+    and its output is NaN. Subnormal numbers are 0 on some devices.
     """
     check_number(name, value, "[1.18e-38, inf)")
 
 
-def check_residual(residual: Any, x: Array, kinds: Any, words: str) -> None:
-    """Raise unless `residual` is of `kinds`, in words, and has the shape and dtype of `x`."""
-    if not isinstance(residual, kinds):
-        raise TypeError(f"`residual` must be {words}: got {type(residual).__qualname__}.")
+def check_residual(residual: Any, x: Array, types: Any, expected: str) -> None:
+    """Raise unless `residual` has one of `types`, described by `expected`, and matches `x`."""
+    if not isinstance(residual, types):
+        raise TypeError(f"`residual` must be {expected}: got {type(residual).__qualname__}.")
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
@@ -94,25 +94,25 @@ def check_residual(residual: Any, x: Array, kinds: Any, words: str) -> None:
         )
 
 
-# Of a class statement, or of the constructor: no call of a layer reads these.
+# A class statement or the constructor sets these; no call of a layer reads them.
 _HARMLESS = {
     *("__abstractmethods__", "__annotations__", "__doc__", "__firstlineno__", "__init__"),
     *("__module__", "__static_attributes__", "_abc_impl"),
-    "__slotnames__",  # copy and pickle keep it in a class
+    "__slotnames__",  # copy and pickle cache this in a class
 }
 
 
 def overridden(cls: type, is_base: Callable[[type], bool], /, *harmless: str) -> list[str]:
-    """The names by which `cls` may behave unlike its first base class for which `is_base` is true.
+    """Return the names that `cls` overrides, compared with its first base that meets `is_base`.
 
-    `harmless` are further names that change nothing.
+    `harmless` are further names that do not change the behavior.
     """
     derived = takewhile(lambda other: not is_base(other), cls.__mro__)
     return sorted({name for other in derived for name in vars(other)} - _HARMLESS - {*harmless})
 
 
 def list_obstacles(obstacles: dict[str, str], consequence: str) -> str:
-    """One message for all `obstacles`, which maps paths of layers to reasons."""
+    """Return one message for all `obstacles`, which map paths of layers to reasons."""
     parts = []
     for why in dict.fromkeys(obstacles.values()):
         paths = [path or "the model itself" for path, other in obstacles.items() if other == why]
@@ -122,11 +122,11 @@ def list_obstacles(obstacles: dict[str, str], consequence: str) -> str:
     return f"{len(obstacles)} {consequence}: {'; '.join(parts)}."
 
 
-def _check_type(name: str, value: object, kind: type, words: str, none: str) -> None:
-    """Raise TypeError unless `value` is of type `kind`, or None where None has a meaning."""
+def _check_type(name: str, value: object, kind: type, expected: str, none: str) -> None:
+    """Raise TypeError unless `value` is of type `kind`, or None if `none` is given."""
     if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and none)):
         raise TypeError(
-            f"`{name}` must be {words}{_or_none(none)}: got {value!r} of type "
+            f"`{name}` must be {expected}{_or_none(none)}: got {value!r} of type "
             f"{type(value).__qualname__}."
         )
 

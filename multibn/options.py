@@ -1,4 +1,4 @@
-"""The options of a layer, as one record: checks, comparisons, the repr and tests are made of it."""
+"""The record of a layer's options, from which checks, comparisons and the repr are derived."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,9 +10,9 @@ from multibn._typing import Nonfinite, Weighting, check_bool, check_choice, chec
 
 @dataclass(frozen=True, kw_only=True)
 class NormOptions:
-    """The options that both frameworks have under one name; equal on all ranks.
+    """The options that torch's and Chainer's layers share; all ranks must have the same values.
 
-    A framework, or a class of layers, adds options by fields of its own, and `check` for these.
+    A subclass adds the options of a framework or of a layer as fields, and extends `check`.
     """
 
     eps: float = 1e-5
@@ -20,13 +20,13 @@ class NormOptions:
     nonfinite: Nonfinite = None
     fuse_relu: bool = False
 
-    #: Where a layer has an option, if not under the option's name. A parameter stands for a bool.
+    #: Maps an option to a layer's attribute of another name. For a bool: the attribute is not None.
     attributes: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     @cache
     def attribute_names(cls) -> frozenset[str]:
-        """Return the names of the attributes in which a layer has its options."""
+        """Return the names of the attributes in which a layer stores its options."""
         return frozenset(cls.attributes.get(field.name, field.name) for field in fields(cls))
 
     @classmethod
@@ -36,18 +36,18 @@ class NormOptions:
         for option, default in ((field.name, field.default) for field in fields(cls)):
             name = cls.attributes.get(option, option)
             value = next((getattr(v, name) for v in layers if hasattr(v, name)), default)
-            is_parameter = isinstance(default, bool) and option in cls.attributes
-            found[option] = value is not None if is_parameter else value
+            by_presence = isinstance(default, bool) and option in cls.attributes
+            found[option] = value is not None if by_presence else value
         return cls(**found)
 
     def check(self) -> None:
-        """Raise TypeError or ValueError, which names the option, for a wrong value."""
+        """Raise TypeError or ValueError for an invalid value; the message names the option."""
         check_eps(self.eps)
         check_choice("weighting", self.weighting, Weighting)
         check_choice("nonfinite", self.nonfinite, Nonfinite)
         check_bool(fuse_relu=self.fuse_relu)
 
-    def repr_of_changes(self, said: str = "") -> str:
-        """The options that are not the defaults, as text for a repr without those in `said`."""
-        mine = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
-        return "".join(f", {k}={v!r}" for k, v in mine.items() if f"{k}=" not in said)
+    def repr_of_changes(self, shown: str = "") -> str:
+        """Return the options that differ from the defaults, for a repr, except those in `shown`."""
+        changed = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
+        return "".join(f", {k}={v!r}" for k, v in changed.items() if f"{k}=" not in shown)

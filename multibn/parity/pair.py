@@ -196,11 +196,11 @@ def _option_differences(first: Model, second: Model) -> Iterator[Error]:
                 yield Error(math.inf, math.inf, 0.0, option, name, "models", text)
 
 
-def _steps(models: Sequence[Any], x: Array) -> tuple[list[Arrays], str]:
+def _steps(adapters: Sequence[Any], x: Array) -> tuple[list[Arrays], str]:
     """Train and evaluate each model; return the arrays, and the layer that `_first_layer` finds."""
     arrays: list[Arrays] = []
     outputs: list[Arrays] = []
-    for model in models:
+    for model in adapters:
         with model.outputs() as layer_outputs:
             y, dx = model.train(x)
         outputs.append(layer_outputs)
