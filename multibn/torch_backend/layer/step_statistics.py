@@ -67,7 +67,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     if not layers:
         raise ValueError(
             "`model` must have a layer of multibn.torch: got none in "
-            f"{type(model).__qualname__}. Call convert_sync_batchnorm(model) first; to use each "
+            f"{type(model).__qualname__}. Call convert_sync_batchnorm(model) first; to use one "
             "process alone, with process_group=multibn.SingleProcess()."
         )
     entered: list[tuple[Any, Any, StepAccumulator, RunningVar]] = []

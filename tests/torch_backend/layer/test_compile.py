@@ -19,7 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
 from multibn.parity import oracle
-from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm, checkpoint_contexts
+from multibn.torch_backend import (
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    checkpoint_contexts,
+    sync_batch_norm,
+)
 from multibn.torch_backend.layer import compiled as compiled_code
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.spread import spread
@@ -115,6 +120,13 @@ def test_second_derivatives_where_the_backend_keeps_the_autograd_node() -> None:
         (dx,) = torch.autograd.grad(call(x).sin().sum(), x, create_graph=True)
         found.append(torch.autograd.grad(dx.cos().sum(), x))
     torch.testing.assert_close(*found)
+
+
+def test_fullgraph_names_the_function_that_is_not_compiled() -> None:
+    call = torch.compile(lambda x: sync_batch_norm(x)[0], fullgraph=True, backend="eager")
+    message = "sync_batch_norm, and any layer with DTensors, is not compiled and runs eagerly. Call"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        call(torch.randn(4, 3))
 
 
 def test_operators_keep_torchs_rules(monkeypatch: pytest.MonkeyPatch) -> None:
