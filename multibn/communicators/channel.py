@@ -247,16 +247,16 @@ class ChannelCommunicator(Handle, ABC):
         return self.allreduce_on_device(x)
 
 
-class _Own(ChannelCommunicator, Transport):
+class _UserCommunicator(ChannelCommunicator, Transport):
     """A wrapper of a communicator of a user's own class, whose `allreduce` blocks.
 
     Arrays in host memory travel through a channel; other arrays go straight to `allreduce`.
     """
 
     def __init__(self, find: Callable[[], Any]) -> None:
-        own = find()
-        self.rank, self.size = own.rank, own.size
-        self._find, self._name = find, type(own).__qualname__
+        native = find()
+        self.rank, self.size = native.rank, native.size
+        self._find, self._name = find, type(native).__qualname__
         self.block = np.zeros(wire.length(_WIDEST))
         self._channel = Channel(self)
 
@@ -305,11 +305,11 @@ class _Own(ChannelCommunicator, Transport):
         a[:n] = self._sum(a)[:n]
 
     def _sum(self, a: HostArray) -> HostArray:
-        own = self.native
-        summed = own.allreduce(a.copy())
+        native = self.native
+        summed = native.allreduce(a.copy())
         kind = type(summed), getattr(summed, "dtype", None), getattr(summed, "shape", None)
         if kind != (np.ndarray, a.dtype, a.shape):
-            raise_for_sum(own, f"{summed!r} for {a!r}")
+            raise_for_sum(native, f"{summed!r} for {a!r}")
         return cast(HostArray, summed)
 
 
@@ -317,7 +317,7 @@ _EXACT = 1 + 2.0**-40  # float32 rounds this to 1
 _WIDEST = 2048  # channels; a message of a wider layer takes a second call of `allreduce`
 
 
-_own: dict[int, _Own] = {}  # by the id of the user's object
+_user_communicators: dict[int, _UserCommunicator] = {}  # by the id of the user's object
 
 
 def resolved(communicator: Any, /) -> Any:
@@ -326,8 +326,8 @@ def resolved(communicator: Any, /) -> Any:
         communicator = communicator._look_up()
     if isinstance(communicator, Handle):
         return communicator
-    if id(communicator) in _own:
-        return _own[id(communicator)]
+    if id(communicator) in _user_communicators:
+        return _user_communicators[id(communicator)]
     if not isinstance(communicator, Communicator):
         return communicator
 
@@ -336,8 +336,8 @@ def resolved(communicator: Any, /) -> Any:
 
     with suppress(TypeError):  # the class may not allow weak references
         find = ref(communicator)
-        finalize(communicator, _own.pop, id(communicator), None).atexit = False
-    return _own.setdefault(id(communicator), _Own(find))
+        finalize(communicator, _user_communicators.pop, id(communicator), None).atexit = False
+    return _user_communicators.setdefault(id(communicator), _UserCommunicator(find))
 
 
 def at(communicator: Any, place: str) -> Any:

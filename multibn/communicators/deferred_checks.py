@@ -74,10 +74,10 @@ class DeferredChecks:
                     self._arriving.append((messages, waits, None))
                     continue
                 xp = array_namespace(numbers[0])
-                every = xp.stack(numbers)
-                largest = xp.reshape(xp.max(xp.abs(every)), (1,))
-                summary = xp.concat([xp.reshape(every[:, : wire.HEAD], (-1,)), largest])
-                self._arriving.append((messages, every, begin_copy(summary, self._pinned)))
+                stacked = xp.stack(numbers)
+                largest = xp.reshape(xp.max(xp.abs(stacked)), (1,))
+                summary = xp.concat([xp.reshape(stacked[:, : wire.HEAD], (-1,)), largest])
+                self._arriving.append((messages, stacked, begin_copy(summary, self._pinned)))
 
     def _receive(self) -> None:
         """Check the messages whose copies have begun: together, then one by one if that fails."""
@@ -138,9 +138,9 @@ def begin_copy(x: Array, unused: dict[Any, list[Any]]) -> Callable[[], HostArray
     import torch
 
     # An event belongs to the GPU on which it was first recorded: the key includes the device.
-    again: list[Any] = unused.setdefault((x.device, x.shape), [])
-    if again:
-        pinned = again.pop()
+    free: list[Any] = unused.setdefault((x.device, x.shape), [])
+    if free:
+        pinned = free.pop()
     else:
         with torch.inference_mode(False):  # else torch forbids writing to the memory in training
             memory = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
@@ -153,7 +153,7 @@ def begin_copy(x: Array, unused: dict[Any, list[Any]]) -> Callable[[], HostArray
 
     def wait() -> HostArray:
         event.synchronize()
-        again.append(pinned)
+        free.append(pinned)
         return copy
 
     return wait

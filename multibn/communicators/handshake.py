@@ -37,8 +37,8 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
         options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
         facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
         text = f"the first message of {call}"
-        is_alike, _ = all_ranks_agree(group, "first message", facts, text=text)
-        name = layer.name if is_alike else raise_unless_compatible(layer.name, group, options)
+        is_same, _ = all_ranks_agree(group, "first message", facts, text=text)
+        name = layer.name if is_same else raise_unless_compatible(layer.name, group, options)
         channel.num_first_messages += 1
         channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
         channel.longest = max(channel.longest, wire.length(channels))

@@ -63,7 +63,7 @@ class LayerCommunicator(Forwarding):
         self.phases: dict[tuple[str, Any, bool, bool, int], LayerPhase] = {}
         # The layer's plans (`multibn.engine.plan`), by everything on which a plan depends.
         self.plans: dict[Any, Any] = {}
-        self._elsewhere: dict[Communicator, LayerCommunicator] = {}
+        self._by_group: dict[Communicator, LayerCommunicator] = {}
 
     @property
     def layer(self) -> "LayerCommunicator":
@@ -91,13 +91,13 @@ class LayerCommunicator(Forwarding):
 
     def for_group(self, communicator: Communicator) -> "LayerCommunicator":
         """Return the communicator of the same layer over different processes."""
-        if communicator not in self._elsewhere:
+        if communicator not in self._by_group:
             names = "options", "detail", "compared", "check_options", "is_function"
             alike: Any = {name: getattr(self, name) for name in names}
-            self._elsewhere[communicator] = LayerCommunicator(
+            self._by_group[communicator] = LayerCommunicator(
                 communicator, lambda: self.name, **alike
             )
-        return self._elsewhere[communicator]
+        return self._by_group[communicator]
 
     def cache_plan(self, key: object, plan: Any) -> None:
         """Keep a plan for later steps. Clear the cache first if it is full."""
@@ -126,10 +126,10 @@ class LayerCommunicator(Forwarding):
         """
         key = phase, dtype, needs_gradient, finetune, n
         group = resolved(self)
-        known = self.phases.get(key)
-        if known is None or not known.is_over(group) or known.texts != self.texts:
-            known = self.phases[key] = LayerPhase(self, group, key, like)
-        return known
+        cached = self.phases.get(key)
+        if cached is None or not cached.is_over(group) or cached.texts != self.texts:
+            cached = self.phases[key] = LayerPhase(self, group, key, like)
+        return cached
 
 
 def for_phase(communicator: Communicator, phase: str, dtype: Any, n: int, /) -> Communicator:
@@ -181,7 +181,7 @@ class LayerPhase(Forwarding):
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.kind = self.dtype + ", finetune=True" * bool(finetune)  # equal in matching messages
         self.gradients = "with gradients" if needs_gradient else "without gradients"
-        self._num_numbers, self._in_message = n, slice(wire.HEAD, wire.HEAD + n)
+        self._num_numbers, self._payload_slice = n, slice(wire.HEAD, wire.HEAD + n)
         before = layer.phases.get(key)
         self._calls: list[int] = before._calls if before and before.is_over(group) else [0]
         self._latest = proxy(self)  # str() names the latest call; a proxy keeps no layer alive
@@ -248,7 +248,7 @@ class LayerPhase(Forwarding):
             empty = np.zeros(self._length())
             empty[: wire.HEAD] = self._sent_head
             numbers = from_host(empty, x)
-            numbers[self._in_message] = x
+            numbers[self._payload_slice] = x
             return self._on_device(numbers, self._group.allreduce, copied)
         self._calls[0] -= 1  # counted by the call below
         payload = self.buffer()
@@ -296,18 +296,18 @@ class LayerPhase(Forwarding):
         Messages of different layers must have equal lengths, because NCCL does not check them. So
         zeros pad every message to the longest one that the ranks have agreed on.
         """
-        return max(self._channel.longest, self._in_message.stop)
+        return max(self._channel.longest, self._payload_slice.stop)
 
     def _on_device(self, numbers: Array, reduce: Callable[[Array], Array], copied: bool) -> Array:
         """Sum a message on a GPU and return its payload; the head is checked later."""
         if is_captured(numbers):
-            return reduce(numbers)[self._in_message]
+            return reduce(numbers)[self._payload_slice]
         self._channel.deferred_checks.check_if_due(IN_GRAPH_MEMORY if copied else None)
         summed = reduce(numbers)
         kind = IN_GRAPH_MEMORY if copied else (summed.shape, summed.device, stream_of(summed))
         check = partial(type(self).check, self._latest, self._calls[0])  # keeps no layer alive
         self._channel.deferred_checks.add(summed, kind, self._expected, check)
-        return summed[self._in_message]
+        return summed[self._payload_slice]
 
     def check(self, number: int, summed: HostArray) -> None:
         """Raise on all ranks if the messages of an earlier call, summed on a GPU, do not match.
@@ -318,7 +318,7 @@ class LayerPhase(Forwarding):
         if wire.is_refused(head):
             raise_for_refusal(self, head[:1], f"an earlier call, {call}")
         if self.name == "forward":
-            payload = summed[self._in_message]
+            payload = summed[self._payload_slice]
             nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=call)
         if not wire.all_equal(head, self._size):
             log_and_raise(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 # Waits at most the given seconds, and returns whether the collective is done.
 Poll: TypeAlias = Callable[[float], bool]
 
-_offer_core = getattr(os, "sched_yield", partial(time.sleep, 0))
+_yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 def poll(
@@ -32,7 +32,7 @@ def poll(
             return False
         waited = now - (begun or start)
         if waited < spin_seconds:
-            _offer_core()
+            _yield_core()
         else:
             time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
     return True

@@ -193,7 +193,7 @@ def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
         "numbers), 'machine' or a number of consecutive ranks: "
         f"got {obj!r} of type {type(obj).__qualname__}."
         + " Pass None for the default group, whatever its backend." * is_backend
-        + _OF_LISTS * isinstance(obj, list | tuple)
+        + _LIST_ADVICE * isinstance(obj, list | tuple)
     )
 
 
@@ -237,7 +237,7 @@ class Group(Forwarding):
         if not _is_spec(spec):
             raise TypeError(
                 f"a group must be 'machine' or a number of consecutive ranks: got {spec!r} of type "
-                f"{type(spec).__qualname__}." + _OF_LISTS * isinstance(spec, list | tuple)
+                f"{type(spec).__qualname__}." + _LIST_ADVICE * isinstance(spec, list | tuple)
             )
         if spec != "machine" and spec < 1:
             raise ValueError(
@@ -276,7 +276,7 @@ def _is_spec(obj: Any) -> bool:
     return isinstance(obj, int) and not isinstance(obj, bool)
 
 
-_OF_LISTS = (
+_LIST_ADVICE = (
     " For a list of ranks, pass torch.distributed.new_group(ranks), or with mpi4py "
     "comm.Create_group(comm.group.Incl(ranks))."
 )

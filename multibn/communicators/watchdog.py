@@ -19,11 +19,11 @@ from multibn.communicators.diagnostics import log_to_stderr
 from multibn.communicators.polling import Poll
 
 SECONDS_UNTIL_STATUS = 0.5  # of waiting, until a rank publishes its status
-_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two reads of the board; doubles
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two reads of the board; doubles
 SECONDS_UNTIL_LOG = 20.0  # of waiting, until a rank logs a line to stderr
 _FIND_LOST_SECONDS = 0.5  # for finding out which rank was lost, perhaps from other ranks
 _MAX_RANKS_LISTED = 8  # in an error
-_LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
+_MAX_TIMEOUT = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
 
 _ENDED = "its program ended with "
 _RESTART = (
@@ -81,8 +81,8 @@ class Watchdog:
 
     def exchange_pids(self, allgather: Callable[[Any], list[Any]]) -> None:
         """Exchange process ids, and agree on the token. Collective."""
-        told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
-        self._peers, self.token = [(*each[1:],) for each in told], told[0][0]
+        gathered = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
+        self._peers, self.token = [(*each[1:],) for each in gathered], gathered[0][0]
 
     def wait(self, begin: Callable[[], Poll | None], text: object) -> None:
         """Begin a collective, and return when it is done.
@@ -108,8 +108,8 @@ class Watchdog:
             if self.failure is None:
                 # Without a board, the error is that of a user's class, and is left as it is.
                 if isinstance(error, RuntimeError) and self.transport.board is not None:
-                    self._lost(str(text), error)
-                self._note_failure(
+                    self._raise_lost(str(text), error)
+                self._record_failure(
                     f"rank {self.transport.rank} was interrupted in {text} by "
                     f"{type(error).__name__}, and the message is still pending. {_RESTART}"
                 )
@@ -123,11 +123,11 @@ class Watchdog:
             else:
                 first, *more = f"{type(error).__name__}: {error}".splitlines()
                 # The last line of an error of a DataLoader worker names the cause.
-                said = f"{first} ... {more[-1]}" if more else first
+                summary = f"{first} ... {more[-1]}" if more else first
                 for rank, notice in self._read().items():
                     if notice.state == "failed" and not notice.text.startswith(_ENDED):
                         log_to_stderr(f"rank {rank} has failed: {notice.text}")
-                self._publish("failed", _ENDED + said)
+                self._publish("failed", _ENDED + summary)
 
     def _publish(self, state: str, text: str) -> None:
         if self.transport.board is not None:
@@ -135,19 +135,19 @@ class Watchdog:
 
     def _wait_long(self, done: Poll, text: str) -> None:
         deadline = time.monotonic() + max(self.timeout - SECONDS_UNTIL_STATUS, 0.0)
-        word_at = deadline - self.timeout + SECONDS_UNTIL_LOG
+        log_at = deadline - self.timeout + SECONDS_UNTIL_LOG
         self._publish("waits", text)
-        pause = _FIRST_LOOK
+        pause = _FIRST_PAUSE
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
             notices = self.look(text)
             if time.monotonic() >= deadline:
                 waited, causes = self._waited(self.timeout, notices, text)
                 self._fail(TimeoutError, waited, causes)
-            if time.monotonic() >= word_at:
-                word_at = math.inf
+            if time.monotonic() >= log_at:
+                log_at = math.inf
                 waited, _ = self._waited(SECONDS_UNTIL_LOG, notices, text)
                 log_to_stderr(f"{waited} This becomes an error after {self.timeout:g} s.")
-            pause = min(2 * pause, _LAST_LOOK)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _notices(self) -> dict[int, Status]:
         """Return the status of the ranks that wait in this collective, have left it, or failed.
@@ -168,17 +168,17 @@ class Watchdog:
         if left := [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
                 ConnectionError,
-                f"rank {self.transport.rank} waits in {text} for rank(s) {_some(left)}, which have "
-                f"already exited or left the group: {self._describe(text, left, 'left')}. All "
-                "ranks must take the same number of steps; with torch, `join` handles uneven data.",
+                f"rank {self.transport.rank} waits in {text} for rank(s) {_list_ranks(left)}, "
+                "which have already exited or left the group: "
+                f"{self._describe(text, left, 'left')}. All ranks must take the same number of "
+                "steps; with torch, `join` handles uneven data.",
             )
         for rank, notice in notices.items():
             if notice.state == "failed":
                 # The notice may itself report the failure of a third rank.
-                told = notice.text.startswith("rank ") and " has failed: " in notice.text
-                self._fail(
-                    RuntimeError, notice.text if told else f"rank {rank} has failed: {notice.text}"
-                )
+                relayed = notice.text.startswith("rank ") and " has failed: " in notice.text
+                prefix = "" if relayed else f"rank {rank} has failed: "
+                self._fail(RuntimeError, prefix + notice.text)
 
     def look(self, text: str) -> dict[int, Status]:
         """Return the other ranks' notices; raise if one of these ranks has left or failed."""
@@ -199,14 +199,14 @@ class Watchdog:
                 f"process group. {_RESTART}",
             )
         return (
-            f"{waited} for rank(s) {_some(absent)}: {self._describe(text, absent)}.",
+            f"{waited} for rank(s) {_list_ranks(absent)}: {self._describe(text, absent)}.",
             "Possible causes: on that rank the model is in eval() (Chainer: train=False) or was "
             "not converted, and sends no messages; torch.compile recompiles there; or rank "
             f"{rank} runs validation alone with a model that is not in eval(). To wait "
             "longer, set MULTIBN_TIMEOUT (seconds).",
         )
 
-    def _lost(self, text: str, error: RuntimeError) -> NoReturn:
+    def _raise_lost(self, text: str, error: RuntimeError) -> NoReturn:
         gone, lost = [error.rank] if isinstance(error, RankLostError) else [], list[int]()
         if getattr(error, "has_left", False):
             self._check_for_end(text, {r: n for r, n in self._notices().items() if r in gone})
@@ -238,11 +238,11 @@ class Watchdog:
         self, kind: type[Exception], message: str, more: str = "", cause: Any = None
     ) -> NoReturn:
         """Raise an error of `message` and `more`; other ranks and stderr get only `message`."""
-        self._note_failure(message)
+        self._record_failure(message)
         self.failure = f"{message} {_RESTART}"  # for later calls, if the caller catches this error
         raise kind(f"{message} {more}".rstrip()) from cause
 
-    def _note_failure(self, message: str) -> None:
+    def _record_failure(self, message: str) -> None:
         self.failure = message
         # Log first: a launcher that sees another rank exit may kill this process at any time.
         log_to_stderr(message)
@@ -278,15 +278,15 @@ class Watchdog:
         return {"T": "is stopped", "": "has ended"}.get(process_state(pid), "is running")
 
 
-def _some(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
     more = f" and {len(ranks) - _MAX_RANKS_LISTED} more" if len(ranks) > _MAX_RANKS_LISTED else ""
     return f"{ranks[:_MAX_RANKS_LISTED]}{more}"
 
 
 def check_timeout() -> float:
-    """Return MULTIBN_TIMEOUT in seconds: positive, 300 by default, and at most `_LONGEST`."""
+    """Return MULTIBN_TIMEOUT in seconds: positive, 300 by default, and at most `_MAX_TIMEOUT`."""
     text = os.environ.get("MULTIBN_TIMEOUT", "300")
     with contextlib.suppress(ValueError):
         if float(text) > 0:
-            return min(float(text), _LONGEST)
+            return min(float(text), _MAX_TIMEOUT)
     raise ValueError(f"MULTIBN_TIMEOUT must be a positive number of seconds: got {text!r}.")

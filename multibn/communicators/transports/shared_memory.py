@@ -32,15 +32,15 @@ try:
 except ImportError:
     core = None  # type: ignore[assignment]
 
-_NUMBER = 8  # bytes of a float64
+_FLOAT64_BYTES = 8
 # Float64 numbers in a slot. Every rank reads all slots, so gloo is faster for longer messages.
 # Unused pages take no memory.
 SLOT_NUMBERS = 2**16
-# Bytes; the padding keeps slots from competing for the same cache sets.
-_SLOT = _NUMBER * (SLOT_NUMBERS + 8)
-_GATE = 256  # bytes, see _shared_memory.c
-_LOOK = 0.02  # seconds between two checks that the other processes are alive
-_TRIAL = 2**16  # bytes to allocate before the memory is offered to the other ranks
+# The padding keeps slots from competing for the same cache sets.
+_SLOT_BYTES = _FLOAT64_BYTES * (SLOT_NUMBERS + 8)
+_GATE_BYTES = 256  # see _shared_memory.c
+_CHECK_SECONDS = 0.02  # between two checks that the other processes are alive
+_TRIAL_BYTES = 2**16  # allocated before the memory is offered to the other ranks
 
 
 class SharedMemory:
@@ -48,13 +48,13 @@ class SharedMemory:
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: list[int]) -> None:
         self.rank, self._size, self._pids = rank, len(pids), pids
-        gates = np.ndarray((self._size + 1, _GATE), np.uint8, memory)
+        gates = np.ndarray((self._size + 1, _GATE_BYTES), np.uint8, memory)
         # One gate for messages, and one per rank, which opens when that rank leaves.
         self._gate, *self._leaving = (gate.ctypes.data for gate in gates)
-        shape = 2, self._size, _SLOT
+        shape = 2, self._size, _SLOT_BYTES
         self._slots: Any = np.ndarray(shape, np.uint8, memory, gates.size)
         self._slots_at = [slots.ctypes.data for slots in self._slots]
-        self._yielding = spin_seconds(self._size)
+        self._spin = spin_seconds(self._size)
         self._begun = 0  # messages
         self._waited = 0.0  # seconds, in this message
 
@@ -63,7 +63,7 @@ class SharedMemory:
 
         If the ranks pass different lengths, no rank hangs, but the sum is wrong.
         """
-        if a.nbytes > _SLOT:
+        if a.nbytes > _SLOT_BYTES:
             return None
         return partial(self._begin, a, a.ctypes.data, a.nbytes, a.size)
 
@@ -88,18 +88,18 @@ class SharedMemory:
         self._waited = 0.0
         slots = self._slots_at[self._begun & 1]
         goal = self._begun * self._size
-        here = core.arrive(self._gate, goal, slots + self.rank * _SLOT, at, nbytes)
-        if not here or a.dtype != np.float64:
+        all_arrived = core.arrive(self._gate, goal, slots + self.rank * _SLOT_BYTES, at, nbytes)
+        if not all_arrived or a.dtype != np.float64:
             return partial(self._add_all, a, at)
-        core.add(at, slots, _SLOT, self._size, n)
+        core.add(at, slots, _SLOT_BYTES, self._size, n)
         return None
 
     def _add_all(self, a: HostArray, at: int, seconds: float) -> bool:
         """Wait for all ranks, then sum; False if one is late. Raise if one has left or ended."""
         gate, goal = self._gate, self._begun * self._size
-        while not core.wait(gate, goal, min(seconds, _LOOK), self._yielding - self._waited):
-            self._waited += _LOOK
-            seconds -= _LOOK
+        while not core.wait(gate, goal, min(seconds, _CHECK_SECONDS), self._spin - self._waited):
+            self._waited += _CHECK_SECONDS
+            seconds -= _CHECK_SECONDS
             missing = self._find_missing()
             if missing is None and seconds <= 0:
                 return False
@@ -107,7 +107,7 @@ class SharedMemory:
                 raise missing
         parity = self._begun & 1
         if a.dtype == np.float64:
-            core.add(at, self._slots_at[parity], _SLOT, self._size, a.size)
+            core.add(at, self._slots_at[parity], _SLOT_BYTES, self._size, a.size)
         else:
             rows = self._slots[parity].view(a.dtype)[:, : a.size]
             np.add.reduce(rows, axis=0, dtype=a.dtype, out=a.reshape(-1))
@@ -121,19 +121,19 @@ def create_shared_memory(
 
     Yields the waits for other ranks. `store`, a part of torch.distributed's, has no other use.
     """
-    memory, shares = None, unavailable_reason() is None
+    memory, can_share = None, unavailable_reason() is None
     with ExitStack() as stack:  # until all ranks have tried to open the memory
         if rank == 0:
             offer: dict[str, Any] = {}
-            if shares:
+            if can_share:
                 with suppress(OSError):
-                    nbytes = _GATE * (size + 1) + 2 * _SLOT * size
-                    offer, memory = stack.enter_context(_offered(nbytes))
+                    nbytes = _GATE_BYTES * (size + 1) + 2 * _SLOT_BYTES * size
+                    offer, memory = stack.enter_context(_offer_memory(nbytes))
             store.set("offer", json.dumps(offer))
         else:
             yield wait_for_key(store, "offer")
-            if shares:
-                memory = _opened(json.loads(store.get("offer")))
+            if can_share:
+                memory = _open_memory(json.loads(store.get("offer")))
         keys = [f"rank {r}" for r in range(size)]
         store.set(keys[rank], json.dumps((memory is not None, pid_space(), os.getpid())))
         yield barrier(store, size)
@@ -147,7 +147,7 @@ def create_shared_memory(
 
 
 @contextmanager
-def _offered(nbytes: int) -> Iterator[tuple[dict[str, Any], mmap.mmap]]:
+def _offer_memory(nbytes: int) -> Iterator[tuple[dict[str, Any], mmap.mmap]]:
     """Create memory; yield (the offer by which another process can open it, the memory)."""
     # A random name, so that a process with the same pid, in a different container or on a different
     # machine, is not mistaken for this one.
@@ -161,14 +161,14 @@ def _offered(nbytes: int) -> Iterator[tuple[dict[str, Any], mmap.mmap]]:
         # Sealed: if a process truncated the memory, the others would be ended by SIGBUS.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        os.posix_fallocate(fd, 0, _TRIAL)
+        os.posix_fallocate(fd, 0, _TRIAL_BYTES)
         offer = {"pid": os.getpid(), "fd": fd, "name": name, "nbytes": nbytes}
         yield offer, mmap.mmap(fd, nbytes)
     finally:
         os.close(fd)
 
 
-def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
+def _open_memory(offer: dict[str, Any]) -> mmap.mmap | None:
     """Open the memory that another process offers; None if this process cannot."""
     if "fd" not in offer:
         return None
@@ -194,8 +194,8 @@ def unavailable_reason() -> str | None:
     if core is None:
         return f"the C extension is missing. {how_to_build_core()}"
     try:
-        with _offered(_TRIAL) as (offer, _):
-            if _opened(offer) is None:
+        with _offer_memory(_TRIAL_BYTES) as (offer, _):
+            if _open_memory(offer) is None:
                 return f"needs /proc: cannot open /proc/{offer['pid']}/fd/{offer['fd']}"
     except OSError as error:
         return f"cannot create shared memory: {error}"

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from multibn.communicators.exit import after_fork
 from multibn.communicators.watchdog import Status
 
-_ANSWER = 0.3  # seconds to wait for the store's answer to a read
-_SURE_ANSWER = 2.0  # seconds for a write, so that other ranks learn why this one fails
-_LAST_ANSWER = 15.0  # seconds at exit: TCP is slow to notice that a network is back
+_READ_SECONDS = 0.3  # of waiting for the store's answer to a read
+_WRITE_SECONDS = 2.0  # of waiting for a write, so that other ranks learn why this one fails
+_EXIT_SECONDS = 15.0  # of waiting at exit: TCP is slow to notice that a network is back
 # One counter holds the number of ranks that have published a notice, plus this constant times the
 # number of all notices published. A rank that finds the counter unchanged reads nothing else.
-_WRITTEN = 2**24
+_WRITE_STEP = 2**24
 _COUNTER = "notices"
 
 
@@ -43,7 +43,7 @@ class StoreStatusBoard:
         self._notices: dict[int, Status] = {}
         self._number = 0  # of this rank's entry in the store; 0 before its first notice
         self._count = 0  # the counter at the last read
-        self._ended = False  # whether the process that hosts the store has ended
+        self._host_ended = False  # whether the process that hosts the store is gone
 
     def publish(self, notice: Status, /) -> None:
         text = json.dumps((self._rank, notice))
@@ -58,23 +58,23 @@ class StoreStatusBoard:
         self._ask(lambda: self._clear(size), must=True)
 
     def finish(self) -> None:
-        _messenger().wait()
+        _store_thread().wait()
 
     def _ask(self, task: Callable[[], object], *, must: bool = False) -> None:
         def unless_ended() -> None:
-            if not self._ended:
+            if not self._host_ended:
                 try:
                     task()
                 except RuntimeError:  # torch would print a trace for each further request
-                    self._ended = True
+                    self._host_ended = True
 
-        _messenger().ask(unless_ended, must=must)
+        _store_thread().ask(unless_ended, must=must)
 
     def _publish(self, text: str) -> None:
         if not self._number:
-            self._number = self._store.add(_COUNTER, 1) % _WRITTEN
+            self._number = self._store.add(_COUNTER, 1) % _WRITE_STEP
         self._store.set(f"notice {self._number}", text)
-        self._store.add(_COUNTER, _WRITTEN)
+        self._store.add(_COUNTER, _WRITE_STEP)
 
     def _clear(self, size: int) -> None:
         if self._store.add("let go", 1) == size:
@@ -85,7 +85,7 @@ class StoreStatusBoard:
         count = self._store.add(_COUNTER, 0)
         if count == self._count:
             return
-        others = (n for n in range(1, count % _WRITTEN + 1) if n != self._number)
+        others = (n for n in range(1, count % _WRITE_STEP + 1) if n != self._number)
         keys = [f"notice {n}" for n in others]
         if keys and not self._store.check(keys):  # one is being written
             keys = [key for key in keys if self._store.check([key])]
@@ -111,13 +111,13 @@ class _StoreThread:
 
     def ask(self, task: Callable[[], object], *, must: bool = False) -> None:
         """Run `task` in the thread, and wait briefly. Skip it if one is pending, unless `must`."""
-        is_silent = not self._latest.done()
-        if must or not is_silent:
+        is_busy = not self._latest.done()
+        if must or not is_busy:
             self._latest = Future()
             self._tasks.put((task, self._latest))
-            self.wait(_SURE_ANSWER if must and not is_silent else _ANSWER)
+            self.wait(_WRITE_SECONDS if must and not is_busy else _READ_SECONDS)
 
-    def wait(self, seconds: float = _LAST_ANSWER) -> None:
+    def wait(self, seconds: float = _EXIT_SECONDS) -> None:
         """Wait for the answer to the latest task."""
         wait([self._latest], seconds)
 
@@ -130,9 +130,9 @@ class _StoreThread:
 
 
 @cache
-def _messenger() -> _StoreThread:
+def _store_thread() -> _StoreThread:
     return _StoreThread()
 
 
 # A forked child does not have its parent's thread, and may create its own group.
-after_fork(_messenger.cache_clear)
+after_fork(_store_thread.cache_clear)

@@ -123,7 +123,7 @@ def test_memory_goes_when_nobody_has_it() -> None:
 
     assert run_ranks(2, use)[0] == (before[0] + 2, before[1] + 2)
     assert (_descriptors(), _maps()) == before
-    with shared_memory._offered(2**16) as (offer, _):
+    with shared_memory._offer_memory(2**16) as (offer, _):
         assert os.stat(offer["fd"]).st_mode & 0o777 == 0o600
         assert not os.get_inheritable(offer["fd"])
 
@@ -149,20 +149,20 @@ def ended() -> int:
 
 
 def test_memory_of_another_process_is_not_taken_for_a_ranks(ended: int) -> None:
-    with shared_memory._offered(2**16) as (offer, _):
-        assert shared_memory._opened(offer) is not None
+    with shared_memory._offer_memory(2**16) as (offer, _):
+        assert shared_memory._open_memory(offer) is not None
         for other in (
             *({"name": "multibn-0"}, {"pid": ended}, {"pid": 1}, {"fd": 10_000}),
             {"nbytes": 2**17},
         ):
-            assert shared_memory._opened(offer | other) is None
+            assert shared_memory._open_memory(offer | other) is None
         for name in ("pid", "fd"):  # whoever can write to the store chooses no path
             with pytest.raises(ValueError, match="invalid literal for int"):
-                shared_memory._opened(offer | {name: "self/../1"})
+                shared_memory._open_memory(offer | {name: "self/../1"})
         with pytest.raises(PermissionError):  # sealed: those who read beyond an end would end
             os.ftruncate(offer["fd"], 2**12)
-    assert shared_memory._opened(offer) is None
-    assert shared_memory._opened({"pid": os.getpid()}) is None
+    assert shared_memory._open_memory(offer) is None
+    assert shared_memory._open_memory({"pid": os.getpid()}) is None
 
 
 @pytest.mark.parametrize("without", [0, 1])
@@ -330,7 +330,7 @@ def test_why_not_says_what_keeps_memory_from_being_shared(monkeypatch: pytest.Mo
     monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "1")
     monkeypatch.setattr(_platform.metadata, "distributions", lambda **_: [])  # no other one
     for where, name, instead, said in (
-        (shared_memory, "_opened", lambda offer: None, "needs /proc: cannot open /proc/"),
+        (shared_memory, "_open_memory", lambda offer: None, "needs /proc: cannot open /proc/"),
         (os, "posix_fallocate", refuse, "cannot create shared memory: Cannot allocate"),
         (shared_memory, "core", None, "the C extension is missing. Install a C compiler"),
     ):
