@@ -182,7 +182,7 @@ class Channel:
 
     def _connect(self, text: str) -> Iterator[Poll | None]:
         for step in self.transport.open():
-            self.watchdog.look(text)  # raises sooner than a connection to a failed rank times out
+            self.watchdog.check_notices(text)  # raises before the connection times out
             yield step
 
     def _prepare(self, a: HostArray) -> Begin:

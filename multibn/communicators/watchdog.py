@@ -36,7 +36,7 @@ _RESTART = (
 class Status(NamedTuple):
     """A rank's status, as published to the other ranks in JSON."""
 
-    state: str  # "waits", "looks" (for a lost rank), "failed" or "left"
+    state: str  # "waits", "searches" (for a lost rank), "failed" or "left"
     completed: int  # number of collectives that the rank has completed
     text: str  # where the rank waits, or what went wrong
 
@@ -139,7 +139,7 @@ class Watchdog:
         self._publish("waits", text)
         pause = _FIRST_PAUSE
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
-            notices = self.look(text)
+            notices = self.check_notices(text)
             if time.monotonic() >= deadline:
                 waited, causes = self._waited(self.timeout, notices, text)
                 self._fail(TimeoutError, waited, causes)
@@ -157,7 +157,7 @@ class Watchdog:
         return {
             r: n
             for r, n in self._read().items()
-            if (n.completed == self.completed and n.state != "looks") or n.state == "failed"
+            if (n.completed == self.completed and n.state != "searches") or n.state == "failed"
         }
 
     def _read(self) -> dict[int, Status]:
@@ -180,7 +180,7 @@ class Watchdog:
                 prefix = "" if relayed else f"rank {rank} has failed: "
                 self._fail(RuntimeError, prefix + notice.text)
 
-    def look(self, text: str) -> dict[int, Status]:
+    def check_notices(self, text: str) -> dict[int, Status]:
         """Return the other ranks' notices; raise if one of these ranks has left or failed."""
         notices = self._notices()
         self._check_for_end(text, notices)
@@ -212,7 +212,7 @@ class Watchdog:
             self._check_for_end(text, {r: n for r, n in self._notices().items() if r in gone})
             self._check_for_end(text, {gone[0]: Status("left", self.completed, "")})
         # Publish that this rank is alive, so that the other ranks do not blame it.
-        self._publish("looks", text)
+        self._publish("searches", text)
         end = time.monotonic() + _FIND_LOST_SECONDS
         rank = self.transport.rank
         others = [r for r in range(self.transport.size) if r != rank]
@@ -223,7 +223,7 @@ class Watchdog:
             states = {r: self._state(r) for r in others}
             lost = gone or [r for r in others if states[r] == "has ended"]
             if not lost and time.monotonic() >= end:  # blame all not known to be alive
-                living = [r for r, n in self._read().items() if n.state == "looks"]
+                living = [r for r, n in self._read().items() if n.state == "searches"]
                 living += [r for r in others if states[r] == "is running"]
                 lost = [r for r in others if r not in living] or others
             time.sleep(0.01)

@@ -97,11 +97,15 @@ def test_a_restored_group_says_what_is_missing() -> None:
     from multibn.communicators.transports.torch_distributed import TorchDistributed, restore
 
     for ranks, said in (((0,), "0"), ((0, 1), "0, 1")):
-        refused = rf"made for ranks \[{said}\] of torch.distributed, and no process group is init"
-        with pytest.raises(RuntimeError, match=refused):
+        refused = rf"made for ranks \[{said}\] of torch\.distributed, and no process group is "
+        remedy = r"initialised\. Call torch\.distributed\.init_process_group\(\) first\.$"
+        with pytest.raises(RuntimeError, match=refused + remedy):
             restore(ranks).allreduce(np.ones(1))
     with pytest.raises(ValueError, match=r"Default process group has not been initialized"):
         TorchDistributed().allreduce(np.ones(1))
+    expected = r"must be a torch ProcessGroup, a DeviceMesh or None: got 'gloo' of type str\.$"
+    with pytest.raises(TypeError, match=expected):
+        TorchDistributed("gloo")
 
 
 def test_this_process_has_no_mpi_and_no_group() -> None:

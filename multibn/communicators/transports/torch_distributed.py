@@ -71,7 +71,7 @@ class TorchDistributed(ChannelCommunicator):
             group = group.get_group()
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                "a process group must be a torch ProcessGroup or DeviceMesh: "
+                "a process group must be a torch ProcessGroup, a DeviceMesh or None: "
                 f"got {group!r} of type {type(group).__qualname__}."
             )
         self._group = _reference(group)
@@ -276,13 +276,15 @@ class _Transport(Transport):
 def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return the group of these global ranks. Collective over these ranks in the first call."""
     where, size = "no process group is initialised", 0
+    remedy = "Call torch.distributed.init_process_group() first."
     if dist.is_initialized():
         size = dist.get_world_size()
         where = f"this is rank {dist.get_rank()} of {size}"
+        remedy = "Give the layer another communicator, None for the default one."
     if max(ranks) >= size or dist.get_rank() not in ranks:
         raise RuntimeError(
             f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
-            f"{where}. Give the layer another communicator, None for the default one."
+            f"{where}. {remedy}"
         )
     key = tuple(sorted(ranks))
     made = world().made
