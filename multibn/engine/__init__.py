@@ -1,6 +1,6 @@
 """The engine: moments of a batch, merged over ranks by one allreduce, and running statistics.
 
-Imports kernels and communicators, and no framework.
+This package imports kernels and communicators, and no framework.
 """
 
 from multibn.engine.observing import LayerStatistics as LayerStatistics

@@ -1,4 +1,4 @@
-"""The ranks that act on a model together, and whether their models are equal."""
+"""Find the ranks that train a model together, and check that their models are equal."""
 
 import hashlib
 from collections import Counter
@@ -22,17 +22,19 @@ from multibn.communicators.resolve import default_group
 
 _MAX_LISTED = 8  # names, arrays or ranks in an error message
 
-Described: TypeAlias = Mapping[str, Mapping[str, str]]  # facts by the names of arrays and layers
+# Maps the name of each array or layer to its facts: shape and dtype, or options.
+Described: TypeAlias = Mapping[str, Mapping[str, str]]
 
 
 def common_group(groups: Mapping[str, Communicator], /, *, parameter: str) -> Communicator:
-    """Return the group that trains a model whose layers, by name, have these groups.
+    """Return the group that trains a model; `groups` maps layer names to the layers' groups.
 
-    The group that all layers were given; else torch's default process group, which has all ranks. A
-    `Group` counts as its parent: ranks that share statistics in parts still train one model. Not
-    collective. `parameter` is the name of the caller's argument, for messages. Raises ValueError if
-    layers have unlike groups and there is no default process group, or if nothing names a group
-    although a launcher started several processes.
+    This is torch's default process group if it is initialized, and a layer uses it or there are no
+    layers; otherwise the one group that the layers were given. A `Group` is replaced by its parent:
+    ranks that share statistics in parts still train one model. Not collective. `parameter` is the
+    name of the caller's argument, for error messages. Raises ValueError if layers were given
+    different groups, or if no layer was given a group although a launcher started several
+    processes.
     """
     layers: dict[object, tuple[str, Communicator]] = {}
     for name, group in groups.items():
@@ -40,7 +42,8 @@ def common_group(groups: Mapping[str, Communicator], /, *, parameter: str) -> Co
             group = group.parent
         layers.setdefault(identity(group), (name, group))
     default = as_communicator()
-    # Perhaps another process group of the same ranks, where the others may wait in a layer.
+    # Prefer the layers' group: it may be another process group of the same ranks, and other ranks
+    # may be waiting in a layer.
     _, of_all = layers.pop(identity(default), ("", None))
     if default_group() is not None and (of_all is not None or not layers):
         return of_all or default
@@ -48,7 +51,7 @@ def common_group(groups: Mapping[str, Communicator], /, *, parameter: str) -> Co
         found = "; ".join(f"{group!r} in {name or 'the layer'}" for name, group in layers.values())
         raise ValueError(
             f"`{parameter}` must say which ranks take part: got None, and the model's layers have "
-            f"unlike groups: {found}. Pass the group of all ranks that train this model."
+            f"different groups: {found}. Pass the group of all ranks that train this model."
         )
     for _, group in layers.values():
         return group
@@ -77,16 +80,16 @@ def check_equal(
     """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
     Compares 128-bit digests of copies in host memory. Collective: three small allreduces for any
-    number of equal arrays. If arrays differ, more allreduces describe the difference, one for each
-    array that differs, of its size.
+    number of equal arrays. If arrays differ, further allreduces describe the difference: one for
+    each array that differs, of the size of the array.
 
     `arrays` maps names to arrays of any library and device, or to None for an array without a value
     yet. `parameters` and `statistics` are the names of trained arrays and of batch norms' running
-    statistics, by which the error names a cause; all other arrays are buffers of other modules.
-    Names that match `ignore`, or a pattern of it, `"*.running_*"` for example, are left out.
-    `options` are those of the model's layers, by the layers' names; `copied` makes the copies.
-    Raises TypeError if an array cannot be copied, RuntimeError then on the other ranks. Looks at
-    what layers have sent from GPUs before, see `flush_checks`.
+    statistics; the error infers the likely cause from them. All other arrays are buffers of other
+    modules. `ignore` is a pattern or several, `"*.running_*"` for example: matching names are left
+    out. `options` maps layer names to the layers' options; `copied` copies an array to host memory.
+    Raises TypeError if an array cannot be copied, and RuntimeError on the other ranks. First checks
+    the pending messages of layers on GPUs, see `flush_checks`.
     """
     flush_checks()
     is_one = isinstance(ignore, str) or not isinstance(ignore, Iterable)
@@ -147,7 +150,7 @@ def _digest(content: bytes) -> str:
 
 
 def differences(described: Described, communicator: Communicator) -> str:
-    """Return how the facts of some ranks differ from those of most ranks. Collective."""
+    """Return how the facts of some ranks differ from the commonest facts. Collective."""
     every = gather(described, communicator)
     common = _commonest(every)
     lines = []
@@ -160,7 +163,7 @@ def differences(described: Described, communicator: Communicator) -> str:
 
 
 def _commonest(answers: Sequence[object]) -> int:
-    """Return the first of the ranks that have the commonest answer."""
+    """Return the first rank that has the commonest answer."""
     texts = [repr(answer) for answer in answers]
     return texts.index(Counter(texts).most_common(1)[0][0])
 
@@ -180,15 +183,15 @@ def _how_different(
     communicator: Communicator,
     kinds: tuple[Collection[str], Collection[str]],
 ) -> str:
-    """Return which arrays differ from those of most ranks, where, and how far. Collective."""
+    """Return which arrays differ, on which ranks, and by how much. Collective."""
     by_rank = gather(digests, communicator)
     common = _commonest(by_rank)
     differing = [i for i, texts in enumerate(zip(*by_rank, strict=True)) if len({*texts}) > 1]
     now = gather([_digest(copies[i].tobytes()) for i in differing], communicator)
     if all(each == now[0] for each in now):
         return (
-            f"{len(differing)} of {len(names)} arrays have changed during the comparison, and are "
-            f"now the same on all ranks: {_shortened([names[i] for i in differing])}. The ranks "
+            f"{len(differing)} of {len(names)} arrays changed during the comparison, and are now "
+            f"the same on all ranks: {_shortened([names[i] for i in differing])}. The ranks "
             "share the model's memory, for example because torch.multiprocessing.spawn received "
             "one model: build or copy (copy.deepcopy) the model in each process."
         )
@@ -216,7 +219,7 @@ def _cause(
     parameters: Collection[str],
     statistics: Collection[str],
 ) -> str:
-    """Return the likely cause, by the kinds of arrays that differ and agree; "" if unknown."""
+    """Return the likely cause, inferred from the kinds of arrays that differ; "" if unknown."""
     are_statistics = differing.intersection(statistics)
     if differing.intersection(parameters):
         if are_statistics or not {*names}.intersection(statistics):
@@ -234,13 +237,15 @@ def _cause(
             "sync_batch_norm with `running_mean` and `running_var`). "
         )
     return (
-        "Parameters and running statistics agree: each rank updates the others from its own data, "
-        "as codebooks, observers of quantization and normalizations that are not torch's do. "
+        "Parameters and running statistics agree: each rank updates the other buffers from its own "
+        "data (codebooks, quantization observers and other libraries' norms do this). "
     )
 
 
 def _distance(mine: npt.NDArray[Any], communicator: Communicator, root: int) -> float:
-    """Return the largest absolute difference from rank `root`'s. Collective: one allreduce.
+    """Return the largest absolute difference from the array of rank `root`.
+
+    Collective: one allreduce.
 
     0 if float64 does not show the difference (text, records, huge integers, -0.0).
     """

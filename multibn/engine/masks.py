@@ -1,6 +1,6 @@
 """Masks and lengths (which elements are used), and the weight of each rank.
 
-A mask of the engine has the shape of the activation but for the channel axes, which have size 1.
+The engine's masks have the shape of the activation, with channel axes of size 1.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from multibn.kernels.layout import sizes
 
 
 def as_mask(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
-    """The engine's mask for `x`, whose axes `axis` are reduced; None if all elements count.
+    """Return the engine's mask for `x`, whose axes `axis` are reduced; None if all are used.
 
-    Raises TypeError or ValueError, naming the argument. The numbers of `lengths` are checked in
-    host memory only: this process would have to wait for a GPU.
+    Raises TypeError or ValueError, naming the argument. The values of `lengths` are checked only
+    if they are in host memory: a check would have to wait for a GPU.
     """
     if mask is None and lengths is None:
         return None
@@ -27,10 +27,10 @@ def as_mask(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
     name, value = ("mask", mask) if lengths is None else ("lengths", lengths)
     xp = array_namespace(x)
     if not is_array_api_obj(value) or array_namespace(value) is not xp:
-        kind, module = type(x).__name__, type(x).__module__.partition(".")[0]
+        library = xp.__name__.removeprefix("array_api_compat.")
         raise TypeError(
-            f"`{name}` must be a {kind} like the input: got {type(value).__name__}. Make it one, "
-            f"by {module}.asarray({name}) for example."
+            f"`{name}` must be an array of {library}, as the input is: got {type(value).__name__}. "
+            f"Convert it: {library}.asarray({name})."
         )
     elements = tuple(x.shape[i] for i in axis)
     if lengths is not None:
@@ -46,14 +46,14 @@ def as_mask(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
         )
     try:
         mask = xp.broadcast_to(mask, elements)
-    except (RuntimeError, ValueError) as error:  # of torch, of all others
+    except (RuntimeError, ValueError) as error:  # torch raises RuntimeError, all others ValueError
         raise ValueError(
             f"`mask` must have the shape of the input without the channels, {elements}, or one "
             f"that broadcasts to it: got {tuple(mask.shape)} for an input of shape "
             f"{tuple(x.shape)}.{_cure(tuple(mask.shape), tuple(x.shape))}"
         ) from error
     mask = xp.reshape(mask, tuple(n if i in axis else 1 for i, n in enumerate(x.shape)))
-    # Dense, in the memory order of `x`, so that no pass needs a copy.
+    # Make the mask dense, in the memory order of `x`, so that no pass needs a copy.
     strides = x.stride() if is_torch_array(x) else getattr(x, "strides", (0,) * x.ndim)
     order = sorted(range(x.ndim), key=lambda i: -strides[i])
     rows = xp.permute_dims(mask, order)
@@ -61,10 +61,10 @@ def as_mask(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
     return xp.permute_dims(dense, sorted(range(x.ndim), key=order.__getitem__))
 
 
-#: What a rank counts for, from its elements per channel and its samples: numbers, or float64 arrays
-#: of shape `()` where a mask is on a GPU. A weighting is an entry here and a word of
-#: `_typing.Weighting`; it reads nothing else, as a plan keeps the result. A rank without an element
-#: counts for 0 in each.
+#: The weight of a rank, from its elements per channel and its number of samples: numbers, or
+#: float64 arrays of shape `()` if a mask is on a GPU. A weighting is an entry here and a word of
+#: `_typing.Weighting`. It must read nothing else, because a plan keeps the result. `rank_weight`
+#: returns 0 for a rank without elements.
 WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
     "element": lambda count, samples: count,
     "sample": lambda count, samples: samples,
@@ -78,9 +78,9 @@ _MASKED_OUT = 2.0**-1000
 
 
 def weigh(args: NormArgs, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
-    """The weight of this rank, and its elements per channel, those of the mask if there is one.
+    """Return this rank's weight and its elements per channel, excluding masked elements.
 
-    Numbers, or arrays of a mask on a GPU. A sample without an element that counts is no sample.
+    Both are numbers, or arrays if the mask is on a GPU. A fully masked sample does not count.
     """
     samples: Any = args.x.shape[args.axis[0]]
     _, count, *_ = sizes(args.x.shape, args.axis)
@@ -99,7 +99,7 @@ def weigh(args: NormArgs, weighting: Weighting, /) -> tuple[float | Array, float
 
 
 def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
-    """The weight of a rank with these elements per channel and samples; 0 without an element."""
+    """Return the weight of a rank with `count` elements per channel; 0 if it has none."""
     check_choice("weighting", weighting, Weighting)
     weight = WEIGHTINGS[weighting](count, num_samples)
     if hasattr(count, "dtype"):
@@ -108,7 +108,7 @@ def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
 
 
 def _cure(mask: tuple[int, ...], x: tuple[int, ...]) -> str:
-    """The cure for a mask whose shape does not fit the shape of the input, if there is one."""
+    """Return a hint for a mask whose shape does not fit the input's, or ""."""
     cures = {
         x[:1]: f"For a per-sample mask, add the other axes: mask[:{', None' * (len(x) - 2)}].",
         x[:-1]: "The input looks channels-last: transpose it to (N, C, ...), and the output back.",
@@ -121,7 +121,7 @@ def _cure(mask: tuple[int, ...], x: tuple[int, ...]) -> str:
 
 
 def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
-    """The mask of samples of these lengths, padded at their ends."""
+    """Return the mask of samples of these lengths that are padded at their ends."""
     xp = array_namespace(x)
     if len(elements) < 2:
         shape = tuple(x.shape)
@@ -136,15 +136,17 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
     N, L, *others = elements
     if tuple(lengths.shape) != (N,):
         raise ValueError(
-            f"`lengths` must have shape ({N},), a number for each sample: got "
-            f"{tuple(lengths.shape)}."
+            f"`lengths` must have shape ({N},), one number per sample: got {tuple(lengths.shape)}."
         )
     lengths = xp.astype(lengths, xp.int64, copy=False)  # torch compares no uint16, uint32 or uint64
     if is_on_host(lengths) and not is_abstract(lengths):
         wrong = xp.nonzero((lengths < 0) | (lengths > L))[0]
         if wrong.shape[0]:
             n = int(wrong[0])
-            cure = "If an earlier layer shortened the input (stride, pooling), shorten them, too."
+            cure = (
+                "If an earlier layer shortened the input (stride, pooling), shorten `lengths` as "
+                "well."
+            )
             if int(xp.max(lengths)) <= x.shape[1]:
                 cure = (
                     "The input looks like (N, L, C): transpose it to (N, C, L), and transpose the "

@@ -69,7 +69,7 @@ class observing(StatisticsTape):  # noqa: N801
         mean, var = reference.local_moments(args, n)
         count = 0 * batch.count + n
         own = BatchStatistics(mean, var, count, count / steps.at_least_one(count) ** 2)
-        # Copies: the backward pass reads the layer's own.
+        # Copies: the backward pass reads the original arrays, which callers might change.
         pair = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
         self.tape.append(LayerStatistics("a layer" if layer is None else layer.name, *pair))
 

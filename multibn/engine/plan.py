@@ -3,17 +3,17 @@
     Plan.forward                                            shapes
         verbs.begin_forward     moments of this rank's x    2C+2: weight * mean, weight * meansqr,
                                                                   weight, count
-        messages.allreduce      after a head of 2 numbers   2C+4 float64 numbers, summed over ranks
+        messages.allreduce      with a head of 2 numbers    2C+4 float64 numbers, summed over ranks
         verbs.finish_forward    y, running statistics       x's shape; (C,)
     Plan.backward
         verbs.begin_backward    this rank's sums            2C: sum_dy, sum_dy_xhat
-        messages.allreduce      after a head of 2 numbers   2C+2 float64 numbers, summed over ranks
+        messages.allreduce      with a head of 2 numbers    2C+2 float64 numbers, summed over ranks
         verbs.finish_backward   dx                          x's shape
 
 The verbs are those of `multibn.kernels`; `wire` describes the messages. As in FFTW and cuDNN, a
-plan holds for one shape, dtype and set of options: what follows from these is computed when the
-plan is made, and a layer only looks up the plan for its input. `engine.statistics` has the same
-steps as functions of arrays, for use without layers.
+plan is valid for one shape, dtype and set of options. All that follows from these is computed when
+the plan is made; in each step, a layer only looks up the plan for its input. `engine.statistics`
+has the same steps as functions of arrays, for use without layers.
 """
 
 from functools import partial
@@ -35,7 +35,8 @@ from multibn.kernels import NormArgs as NormArgs
 from multibn.kernels.layout import sizes
 from multibn.kernels.spec import CANCELLED, OK, PackedStatistics, options_of, unpack
 
-# Those of x, residual, weight and bias; None if absent, see `reference.residual_gradient`.
+# The gradients of x, residual, weight and bias. None if absent; for the residual's, see
+# `reference.residual_gradient`.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
 
 # The arrays of an input that a framework may differentiate, in the order of its nodes.
@@ -43,20 +44,19 @@ INPUTS = "x", "weight", "bias", "residual"
 
 
 class Plan:
-    """The step of one layer for inputs like `args.x`, prepared.
+    """The prepared training step of one layer, for inputs like `args.x`.
 
     Parameters
     ----------
     args
-        An input. The plan holds for all that differ from it in their numbers, parameters and
-        running statistics only; in whether there is a mask, too, they must agree.
+        An example input. The plan is valid for all inputs that differ from it only in values,
+        parameters and running statistics; whether there is a mask must agree, too.
     communicator
         The ranks that share statistics.
     weighting
-        As `statistics.aggregate`.
+        As in `statistics.aggregate`.
     verbs
-        The kernels, in place of those that `kernels.select` chooses; `forward` returns what they
-        make of the input.
+        The kernels to use instead of those that `kernels.select` chooses.
     phase
         The name of the forward message.
     needs_gradient, finetune
@@ -64,8 +64,8 @@ class Plan:
     copied
         Whether a GPU's messages are in a CUDA graph's memory, to which no reference may be kept.
 
-    The first pass of each kind finds out what goes with its messages, which is collective for a
-    layer that has sent none: one allreduce of a fixed size.
+    The first forward and the first backward pass set up their messages. This is collective if the
+    layer has not sent any message yet: one allreduce of a fixed size.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class Plan:
     def forward(
         self, args: NormArgs, /, *, recorded: bool = True
     ) -> tuple[Any, BatchStatistics | PackedStatistics]:
-        """Normalize an input by the batch that all ranks hold together.
+        """Normalize an input by the statistics of all ranks' batches together.
 
-        Returns the output and its `BatchStatistics`, which may be packed.
+        Returns the output and the `BatchStatistics`, which may be packed.
 
         Collective, one allreduce of 2C+4 float64 numbers, unless `engine.recompute` replays the
-        statistics; another one for a variance that is lost beside the square of the mean, on the
-        host. Raises as `statistics.aggregate`, and OneValueError, a ValueError, on every rank, if
-        the ranks hold one value per channel together. Without `recorded`, runs the verbs and leaves
-        the tapes of `engine.recompute` alone.
+        statistics. In host memory, a second allreduce follows if a variance is too small compared
+        with the square of the mean. Raises as `statistics.aggregate` does, and OneValueError (a
+        ValueError) on every rank if the ranks together hold one value per channel. Without
+        `recorded`, runs the verbs and leaves the tapes of `engine.recompute` alone.
         """
         if recorded and (recompute.state.stack or self._prepared is not None):
             return self._forward_recorded(args)
@@ -126,21 +126,21 @@ class Plan:
         memory = messages.new(args.x) if messages.memory is None else messages.memory
         sent = self._verbs.begin_forward(args, weight, count, messages.mark, out=memory)
         summed = messages.allreduce(sent)
-        moving = args
+        passed = args
         if type(args.running) is StepAccumulator:
-            moving = args._replace(running=None)
-        y, batch, state = self._verbs.finish_forward(moving, summed, weight, count)
+            passed = args._replace(running=None)
+        y, batch, state = self._verbs.finish_forward(passed, summed, weight, count)
         if state != OK:
-            during = messages.communicator
-            return self._finish_otherwise(state, args, (summed, unpack(batch), count), during)
+            found = summed, unpack(batch), count
+            return self._finish_abnormal(state, args, found, messages.communicator)
         if args.mask is not None:
             self._check_mask(args, summed, unpack(batch))
-        if moving is not args:
+        if passed is not args:
             args.running.add(unpack(batch), local_count=count)
         return y, batch
 
     def _forward_recorded(self, args: NormArgs) -> tuple[Any, Any]:
-        """Run `forward` with a look at the tapes, or by launches of an earlier step on a GPU."""
+        """Run `forward` with the tapes of `recompute`, or by launches of an earlier step."""
         if recompute.state.stack:
             replayed = recompute.replayed(self.channels)
             if replayed is not None:
@@ -149,36 +149,39 @@ class Plan:
             batch = unpack(found)
             recompute.record(batch, args, self)
             return y, batch
-        prepared = None
+        result = None
         if self._forward is not None:
-            prepared = self._prepared.forward(args, self._forward)
-        if prepared is None:
+            result = self._prepared.forward(args, self._forward)
+        if result is None:
             with self._prepared.preparing_forward(args):
-                prepared = self.forward(args, recorded=False)
-        return prepared
+                result = self.forward(args, recorded=False)
+        return result
 
-    def _finish_otherwise(
-        self, state: int, args: NormArgs, found: tuple[Any, BatchStatistics, Any], during: Any
+    def _finish_abnormal(
+        self, state: int, args: NormArgs, found: tuple[Any, BatchStatistics, Any], phase: Any
     ) -> tuple[Any, BatchStatistics]:
-        """Finish a pass that is invalid, not finite or cancelled; all ranks see the same state."""
+        """Finish a pass whose state is not OK, or raise; the state is the same on all ranks.
+
+        `phase` is the communicator of the pass.
+        """
         summed, batch, count = found
         if state == CANCELLED and self._phase == "about the mean":
-            return args.x, batch  # of the output there is no need, and of ever smaller means no end
-        if state == CANCELLED:  # one more message, of moments about the mean
-            about, centre = reference.centered(args, batch.mean)
+            return args.x, batch  # the caller needs no output; do not recentre again
+        if state == CANCELLED:  # send one more message, with the moments about the mean
+            centered, centre = reference.centered(args, batch.mean)
             options: Any = {"weighting": self.weighting, "verbs": self._verbs}
-            again = Plan(about, self.communicator, phase="about the mean", **options)
-            _, near = again.forward(about, recorded=False)
-            batch = unpack(near)
+            plan = Plan(centered, self.communicator, phase="about the mean", **options)
+            _, found_about_mean = plan.forward(centered, recorded=False)
+            batch = unpack(found_about_mean)
             batch = batch._replace(mean=centre + batch.mean)
         else:
-            statistics.raise_for(state, during, summed, args.x)
+            statistics.raise_for(state, phase, summed, args.x)
             batch = steps.skipped(batch)
         update_running(args.running, batch, count)
         return self._verbs.normalize(args, batch), batch
 
     def _check_mask(self, args: NormArgs, summed: Array, batch: BatchStatistics) -> None:
-        """Raise on all ranks if masks leave no element of a batch that has some."""
+        """Raise on all ranks if masks exclude every element of a batch that is not empty."""
         if is_on_host(batch.count) and batch.count == 0 and bool((values(summed[-2]) > 0).any()):
             rank, size = self.communicator.rank, self.communicator.size
             raise ValueError(
@@ -188,11 +191,11 @@ class Plan:
             )
 
     def backward(self, g: Gradient, /, *, means: bool = False, by_verbs: bool = False) -> Gradients:
-        """The gradients of a layer's input, residual and parameters.
+        """Return the gradients of a layer's input, residual and parameters.
 
         Collective if `x` needs a gradient: one allreduce of 2C+2 float64 numbers. The gradients of
-        parameters are this rank's, or, with `means`, the means over the ranks; then `x` must need a
-        gradient.
+        parameters are this rank's. With `means`, they are the means over the ranks, and `x` must
+        need a gradient. `by_verbs` skips launches that an earlier step prepared.
         """
         if self._prepared is not None and not by_verbs:
             return self._backward_prepared(g, means)
@@ -211,7 +214,7 @@ class Plan:
         return *verbs.finish_backward(g, summed, *begun), dweight, dbias
 
     def _backward_prepared(self, g: Gradient, means: bool) -> Gradients:
-        """Do as `backward`, by launches that were prepared in an earlier step."""
+        """Run `backward` by launches prepared in an earlier step, or prepare them."""
         found: Gradients | None = None
         if self._backward is not None and g.needs_dx and not means:
             found = self._prepared.backward(g, self._backward)
@@ -222,10 +225,10 @@ class Plan:
 
 
 class _Messages:
-    """The messages of one phase: memory for their payloads, what sums them, this rank's mark.
+    """The messages of one phase: their memory, the function that sums them, this rank's mark.
 
-    The `memory` is the channel's; if it is None, `new(like)` returns that of one message, or None
-    where a communicator has none to offer. `size` is the number of ranks.
+    `memory` is the channel's buffer. If it is None, `new(like)` returns memory for one message, or
+    None if the verbs are to allocate it. `size` is the number of ranks.
     """
 
     memory: Any = None
@@ -242,17 +245,17 @@ class _Messages:
             return
         if copied:
             self.allreduce = partial(communicator.allreduce, copied=True)
-        place = _memory_kind(x)
-        if place == "host" and self.size > 1:
+        kind = _memory_kind(x)
+        if kind == "host" and self.size > 1:
             self.memory = communicator.buffer()
-        elif place == "host":
+        elif kind == "host":
             self.new = lambda like: np.empty(n)
-        elif place == "torch's GPU" and communicator.reduces_on_device(x):
+        elif kind == "torch's GPU" and communicator.reduces_on_device(x):
             self.new = communicator.message
 
 
 def _memory_kind(x: Array) -> str:
-    """The place of an array, of those for which a communicator may have memory."""
+    """Return where an array is, as far as a communicator may have memory there."""
     if type(x) is np.ndarray or getattr(x, "is_cpu", False):
         return "host"
     return "torch's GPU" if getattr(x, "is_cuda", False) else "elsewhere"

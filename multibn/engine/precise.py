@@ -1,4 +1,4 @@
-"""Running statistics from whole passes over data: one loop for the layers of all backends."""
+"""Compute running statistics from whole passes over data: one loop for all backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +22,7 @@ from multibn.engine.statistics import BatchStatistics, reduced_axes
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Array, Array, Any]
 
-# Arguments of a layer that a caller may name before the input.
+# Keyword arguments of a layer that are not its input.
 _OPTIONS = {"finetune", "residual", "mask", "lengths"}
 
 
@@ -38,11 +38,10 @@ class PopulationRun(StatisticsTape):
     """A run of a model without gradients over the batches of all ranks of `communicator`.
 
     `layers` are all that share statistics or have running statistics: each has a `communicator`, an
-    `estimator` as `Population` or None, and `write(mean, var)`. The inputs of the layers of this
-    package are those of their messages; the backends add those of the frameworks' own layers. A
-    rank that has run out of data replays the messages of its last batch with empty inputs, so that
-    the other ranks do not wait. `title` is of the progress bar; messages call the source of batches
-    `source`.
+    `estimator` such as `Population` or None, and `write(mean, var)`. `keep` collects the inputs of
+    multibn's layers; the backends add the inputs of the frameworks' layers. A rank that has run out
+    of data repeats the messages of its last batch with empty inputs, so that the other ranks do not
+    wait. `title` is the progress bar's; error messages call the source of batches `source`.
     """
 
     def __init__(
@@ -55,16 +54,16 @@ class PopulationRun(StatisticsTape):
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
         found = [(layer_of(layer.communicator), layer) for layer in self._tracked]
-        # By this function: a shallow copy of a layer shares all else.
+        # The key is the function `options`: a shallow copy of a layer shares everything else.
         self._by_options = {of.options: layer for of, layer in found if of is not None}
 
     def repeat(self, visit: Callable[[], object]) -> None:
-        """Note a function, to be called in each step for which this rank has no batch."""
+        """Register a function to call in each later step in which this rank has no batch."""
         self._visits.append(visit)
 
     def keep(self, batch: BatchStatistics, args: Any, plan: Any) -> None:
         """Add the input of a layer's message, unless the layer has skipped the batch."""
-        if args is None:  # the pass runs again, without messages
+        if args is None:  # a recomputed pass, without messages
             return
         communicator = plan.communicator
         if communicator.size > 1:
@@ -79,7 +78,7 @@ class PopulationRun(StatisticsTape):
             return
         xp = array_namespace(batch.mean)
         is_skipped = xp.any(xp.isnan(batch.mean))
-        # The same on all ranks: estimators may communicate.
+        # All ranks return here together, as they must: estimators may communicate.
         if is_on_host(batch.mean) and is_skipped:
             return
         channel_axes = [k for k in range(args.x.ndim) if k not in args.axis]
@@ -101,7 +100,7 @@ class PopulationRun(StatisticsTape):
     ) -> str:
         """Run `forward` on each batch, then compute the statistics. Collective.
 
-        Returns a sentence if the batches ended before `num_iters` or `num_samples`, or nothing.
+        Returns a sentence if the batches ended before `num_iters` or `num_samples`; otherwise "".
 
         Raises ValueError on all ranks if layers are shared and one rank never has a batch: only a
         forward pass shows in which order that rank must visit the layers.
@@ -152,21 +151,21 @@ class PopulationRun(StatisticsTape):
 
 
 def length_of(batches: Any, /) -> int:
-    """The number of batches, for a progress bar alone; 0 if they cannot tell."""
-    with suppress(Exception):  # of a rank whose batches may be fine
+    """Return the number of batches, for a progress bar only; 0 if `batches` has no length."""
+    with suppress(Exception):  # a failing `__len__` does not mean that the batches are bad
         return length_hint(batches)
     return 0
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
-    """The input among a layer's arguments, where callers may name options before the input."""
+    """Return the input among a layer's arguments; it may be passed by keyword, after options."""
     named = [v for name, v in kwargs.items() if name not in _OPTIONS]
     return next(iter((*args, *named)), None)
 
 
 @contextmanager
 def _progress(show: bool, description: str, total: int | None) -> Iterator[Callable[[], object]]:
-    """A function to call after each batch; a bar only if it is to `show`."""
+    """Yield a function to call after each batch; it advances a bar if `show` and tqdm is there."""
     if show and find_spec("tqdm") is not None:
         from tqdm import tqdm
 

@@ -1,12 +1,12 @@
-"""Batch statistics of a first pass, reused when the pass runs again.
+"""Reuse the batch statistics of a first pass when the pass is recomputed.
 
 An activation-checkpointed or reversible block runs its forward pass twice. In the first pass,
-`recording` puts each layer's batch statistics on a tape of this one call; in the second pass
+`recording` puts each layer's batch statistics on a tape of this one call. In the second pass,
 `replaying` returns them in the same order. So the second pass communicates nothing, updates
-nothing, and computes the numbers of the first bit for bit.
+nothing, and computes bitwise the same numbers as the first.
 
-The two contexts may be nested in any way: a checkpoint inside a checkpoint records anew while the
-outer one replays. A context is in force in the thread that enters it.
+The two contexts may be nested in any way: an inner checkpoint records again while the outer one
+replays. A context is active only in the thread that enters it.
 """
 
 import threading
@@ -20,7 +20,7 @@ Tape: TypeAlias = list[BatchStatistics]
 
 
 class StatisticsTape:
-    """A context manager that is on its thread's stack from enter to exit, and fills a tape."""
+    """A context manager that fills a tape; it is on its thread's stack while it is entered."""
 
     def __init__(self) -> None:
         self.tape: Any = []
@@ -33,7 +33,7 @@ class StatisticsTape:
         state.stack.remove(self)
 
     def keep(self, batch: BatchStatistics, args: NormArgs | None, plan: Any) -> None:
-        """Put the statistics of an input, in the step of `plan`, on the tape."""
+        """Put the statistics of `args`, computed by `plan`, on the tape."""
         self.tape.append(batch)
 
 
@@ -54,14 +54,15 @@ class recording(StatisticsTape):  # noqa: N801 (read as a verb: `with recording(
 
 
 class replaying(StatisticsTape):  # noqa: N801
-    """Context manager for a recomputed pass, which reuses the statistics on `tape`; can be entered
-    again.
+    """Context manager for a recomputed pass, which reuses the statistics on `tape`.
+
+    It can be entered more than once; each time, the tape starts from its beginning.
 
     Raises
     ------
     RuntimeError
-        If the pass meets more batch norms than the first pass, or batch norms of other channels;
-        on leaving the context without an exception, if the pass has met fewer.
+        If the pass runs more batch norms than the first pass, or batch norms with other channels;
+        on leaving the context without an exception, if the pass has run fewer.
 
     Examples
     --------
@@ -96,32 +97,32 @@ class replaying(StatisticsTape):  # noqa: N801
             )
 
     def next(self, channels: tuple[int, ...]) -> BatchStatistics:
-        """The next statistics on the tape, which must have shape `channels`."""
+        """Return the next statistics on the tape, which must have shape `channels`."""
         n = self.position
         of_first = tuple(self.tape[n].mean.shape) if n < len(self.tape) else "none"
         if of_first != channels:
             raise RuntimeError(
                 f"batch norm {n + 1} of the recomputation has channels {channels} where the first "
-                f"pass had {of_first}. A recomputed block must do the same both times."
+                f"pass had {of_first}. A recomputed block must run the same layers both times."
             )
         self.position += 1
         return self.tape[n]
 
 
 def is_recording() -> bool:
-    """Whether this pass, which runs without gradients, will be recomputed in backward."""
+    """Return whether this pass, which runs without gradients, is recomputed in backward."""
     return any(isinstance(entered, recording) for entered in state.stack)
 
 
 def in_recomputing() -> bool:
-    """Whether this pass runs again, so that running statistics must not be updated."""
+    """Return whether this pass is a recomputation, which must not update running statistics."""
     return any(isinstance(entered, replaying) for entered in state.stack)
 
 
 def replayed(channels: tuple[int, ...]) -> BatchStatistics | None:
-    """The next statistics of the innermost replay, of shape `channels`; None if nothing replays.
+    """Return the next statistics of the innermost replay; None if there is no replay.
 
-    All tapes that record inside of that replay get the statistics, too.
+    Tapes that record inside that replay get the statistics, too.
     """
     for current in reversed(state.stack):
         if isinstance(current, replaying):
@@ -132,7 +133,7 @@ def replayed(channels: tuple[int, ...]) -> BatchStatistics | None:
 
 
 def record(batch: BatchStatistics, args: NormArgs | None = None, plan: Any = None) -> None:
-    """Put statistics on all tapes that record inside of the innermost replay, if any.
+    """Put statistics on all tapes of this thread, but none outside the innermost replay.
 
     `args` is None in a recomputed pass.
     """
@@ -147,4 +148,4 @@ class _State(threading.local):
         self.stack: list[StatisticsTape] = []
 
 
-state = _State()  # of this thread; empty where no context is in force
+state = _State()  # one stack per thread; empty if no context is active

@@ -1,8 +1,8 @@
 """Running statistics, and the statistics of a whole population.
 
-One rule covers every framework: `running += momentum * (batch - running)`. torch's momentum is
-1 - Chainer's decay; torch's `momentum=None` and Chainer's fine-tuning are the cumulative average,
-momentum = 1/n at the n-th batch.
+One rule covers every framework: `running += momentum * (batch - running)`. torch's `momentum` is
+1 minus Chainer's `decay`. torch's `momentum=None` and Chainer's fine-tuning are the cumulative
+average: momentum = 1/n at the n-th batch.
 """
 
 import math
@@ -24,9 +24,9 @@ _NAMES = re.compile(r"(^|_)(running|moving|avg|ema|population)_(mean|var|varianc
 
 
 def is_running_statistic(name: str, /) -> bool:
-    """Whether arrays of this name are running statistics by convention, whoever made the layer.
+    """Return whether an array is a running statistic, judged by its name in any library.
 
-    running_var, escnn's regular_running_var, Chainer's avg_mean and Keras's moving_variance are.
+    True for running_var, escnn's regular_running_var, Chainer's avg_mean, Keras's moving_variance.
     """
     return _NAMES.search(name) is not None
 
@@ -38,12 +38,12 @@ def running_variance(
     local_count: float | Array,
     convention: RunningVar = "unbiased_global",
 ) -> Array:
-    """The variance that goes into a running average, shape `(C,)`, float64.
+    """Return the variance that goes into a running average, shape `(C,)`, float64.
 
     Parameters
     ----------
     batch
-        Statistics of the whole batch; their variance is biased.
+        Statistics of the whole batch, with the biased variance.
     local_count
         This rank's elements per channel; read by `"unbiased_local"` only.
     convention
@@ -74,16 +74,17 @@ def running_variance(
 def pool_running(
     mean: Array, var: Array, average: Callable[[Array], Array], /, *, between: Any = 1.0
 ) -> tuple[Array, Array]:
-    """Return the mean and variance, float64, of the pooled data; `average` averages over models.
+    """Return the mean and variance, float64, of the data of several models together.
 
-    `between` weights the variance of the models' means: 1 for batch norms, 0 for instance norms.
+    `average` averages an array over the models. `between` is the weight of the variance of the
+    models' means: 1 for batch norms, 0 for instance norms.
     """
     pooled = average(mean)
     return pooled, average(var + between * (mean - pooled) ** 2)
 
 
 def merged(a: Any, b: Any, /) -> Any:
-    """Merge two sets of numbers, each by mean, biased variance and count (Chan et al., 1979)."""
+    """Merge the (mean, biased variance, count) of two sets of numbers (Chan et al., 1979)."""
     count = a[2] + b[2]
     share, shift = b[2] / steps.at_least_one(count), b[0] - a[0]
     var = (1 - share) * a[1] + share * (b[1] + (1 - share) * shift * shift)
@@ -109,11 +110,11 @@ def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str
             where = describe_ranks([float(sums[-1])], communicator.size)
             raise FloatingPointError(
                 f"`x` must be finite: got NaN, infinity or values that overflow on {where}. Mask "
-                "these elements. What all ranks have seen since the last update is discarded."
+                "these elements. All ranks discard their statistics since the last update."
             )
         return sums[:-1] / steps.at_least_one(sums[-1]), sums[-1]
 
-    if not float(old[2]):  # moments about a far centre would lose digits
+    if not float(old[2]):  # moments about a distant centre would lose digits
         centre = xp.reshape(total_of(count * mean, count)[0], mean.shape)
     d = mean - centre
     moments, of_all = total_of(count * d, count * (var + d * d), count)
@@ -122,13 +123,13 @@ def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str
 
 
 class PopulationEstimator:
-    """Exact mean and variance of all batches passed to `update`, also of unequal sizes.
+    """Exact mean and variance of all batches passed to `update`; batch sizes may differ.
 
     Parameters
     ----------
     like
-        Any per-channel array, which gives the shape and device, so that a rank without batches can
-        call `compute`.
+        Any per-channel array. The estimator takes its shape and device, so that a rank without
+        batches can call `compute`.
 
     Examples
     --------
@@ -154,17 +155,17 @@ class PopulationEstimator:
         self.add(steps.pack(mean, meansqr, count, count))
 
     def add(self, sums: Array, /) -> None:
-        """Add one batch by its `sums_of`. Not collective."""
+        """Add one batch, given the result of `sums_of`. Not collective."""
         self._sums += sums
 
     def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
-        """Return what `add` takes for a batch `x`: its sums over `axis`, where `mask` is True."""
+        """Return the sums of a batch `x` for `add`: over `axis`, where `mask` is True."""
         args = NormArgs(x, None, None, 0.0, axis, mask=mask)
         _, count = masks.weigh(args, "element")
         return kernels.select(x).begin_forward(args, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
-        """Statistics of all batches of all ranks; the variance is biased.
+        """Return the statistics of all batches of all ranks; the variance is biased.
 
         Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
         """
@@ -176,16 +177,16 @@ class PopulationEstimator:
 
 
 class StepAccumulator:
-    """The statistics of the batches of one step, as those of their concatenation.
+    """The statistics of all batches of one step, as if they were concatenated.
 
     A batch is weighted by its elements over all ranks. Its statistics are equal on all ranks, so
-    that pooling needs no communication. If a batch is skipped, the total count is 0. A copy or a
-    pickle is None: a copied layer takes no part in the original's step. `like` is any per-channel
-    array.
+    that merging needs no communication. If a batch is skipped, the total count is 0. A copy or an
+    unpickled accumulator is None: a copied layer takes no part in the original's step. `like` is
+    any per-channel array.
     """
 
     running: Any = None  # Chainer: the averages of the last call, updated after the step
-    momentum: float | None = None  # torch: that of the last call, if it is not the layer's
+    momentum: float | None = None  # torch: the last call's momentum, if it is not the layer's
 
     def __init__(self, like: Array, /) -> None:
         wide = steps.as_wide(like)
@@ -196,13 +197,13 @@ class StepAccumulator:
     def add(self, batch: BatchStatistics, /, *, local_count: float | Array) -> None:
         """Add a batch, of which this rank has `local_count` elements per channel.
 
-        Not collective. Writes over the old numbers: a compiled graph remembers where they are.
+        Not collective. Updates the arrays in place: a compiled graph keeps their addresses.
         """
         xp, count = array_namespace(self._mean), batch.count
         mean, var = (xp.reshape(v, self._mean.shape) for v in batch[:2])
         # An empty or recomputed batch has count 0, and must change nothing. A skipped batch has
-        # count 0 and a mean of NaN, which stays: `compute` returns count 0, and the step moves
-        # nothing, as a gradient scaler skips it.
+        # count 0 and a mean of NaN, which stays: `compute` then returns count 0, and the step
+        # updates nothing, just as a gradient scaler skips the step.
         mean = xp.where(count > 0, mean, self._mean + 0 * mean)
         var = xp.where(count > 0, var, 0 * count)
         pooled = merged((self._mean, self._var, self._count), (mean, var, count))
@@ -211,7 +212,7 @@ class StepAccumulator:
         self._local_count += local_count * (count > 0)
 
     def compute(self) -> tuple[BatchStatistics, Array]:
-        """Statistics of all batches together, and this rank's elements per channel."""
+        """Return the statistics of all batches together, and this rank's elements per channel."""
         xp = array_namespace(self._mean)
         count = xp.where(xp.isnan(xp.sum(self._mean)), 0 * self._count, self._count)
         batch = BatchStatistics(self._mean, self._var, count, 1.0 / steps.at_least_one(count))
@@ -224,7 +225,7 @@ class StepAccumulator:
 def update_running(
     running: Running | StepAccumulator | None, batch: BatchStatistics, local_count: Array
 ) -> None:
-    """Move running statistics by those of a batch, or add the batch to a pool, if there is one."""
+    """Update running statistics by a batch, or add the batch to a StepAccumulator."""
     if isinstance(running, StepAccumulator):
         running.add(batch, local_count=local_count)
     elif running is not None:

@@ -1,6 +1,6 @@
 """The engine: moments of a batch, merged over the ranks that share it, and their gradients.
 
-Everything here is a pure function of arrays of any library in the array API standard. Per-channel
+All functions here are pure, and take arrays of any library of the array API standard. Per-channel
 arrays are float64 and have shape `(C,)`, or more generally the shape of the axes that are not
 reduced (`axis` names the reduced ones; an activation is `(N, C, *spatial)` by default). Variances
 are biased (divided by the count) unless a name says otherwise; counts are elements per channel,
@@ -14,9 +14,9 @@ communicator::
     dx = weight * invstd * (dy - e_i * (sum_dy + xhat * sum_dy_xhat))
 
 This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
-a_i = n_i. One allreduce runs each way, whatever the number of ranks: of 2C+2 numbers forward and 2C
-backward over a bare communicator, and of 2 more as the layers use one (see `multibn.wire`).
-Nothing here makes a GPU wait for the host, except where a rank holds at most one value per channel.
+a_i = n_i. Each pass needs one allreduce, whatever the number of ranks: 2C+2 numbers forward and 2C
+backward. Layers send a head of 2 more numbers (see `multibn.wire`). Nothing here waits for a GPU,
+unless a rank holds at most one value per channel.
 """
 
 import math
@@ -59,7 +59,7 @@ class Moments(NamedTuple):
 
     mean: Array
     meansqr: Array
-    count: float  # type: ignore[assignment]  # a tuple's method, which nobody calls
+    count: float  # type: ignore[assignment]  # hides tuple.count, which is not needed
     num_samples: float
 
 
@@ -68,18 +68,19 @@ class OneValueError(ValueError):
 
 
 def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ...]:
-    """All axes of an `ndim`-dimensional activation but the channel axes."""
+    """Return all axes of an `ndim`-dimensional activation but the channel axes."""
     return tuple(sorted(set(range(ndim)).difference(channel_axes)))
 
 
 def local_moments(
     x: Array, /, *, axis: tuple[int, ...] | None = None, mask: Array | None = None
 ) -> Moments:
-    """Moments of an activation over `axis`, by default all axes but 1; zero for an empty batch.
+    """Return the moments of an activation over `axis` (default: all axes but 1).
 
-    16-bit input is computed in float32. Raises TypeError unless `x` is real and floating-point.
-    `mask` is a boolean array of the shape of `x` with channel axes of size 1: elements where it is
-    False are left out, and `count` is an array if the mask is on a GPU.
+    An empty batch has moments of zero. 16-bit input is computed in float32. Raises TypeError unless
+    `x` is real and floating-point. `mask` is a boolean array of the shape of `x` with channel
+    axes of size 1: elements where it is False are left out. `count` is an array if the mask is on a
+    GPU.
 
     Examples
     --------
@@ -113,10 +114,10 @@ def local_moments(
 def aggregate(
     moments: Moments, communicator: Communicator, /, *, weighting: Weighting = "element"
 ) -> BatchStatistics:
-    """Statistics of the batch that the ranks of `communicator` hold together.
+    """Return the statistics of the batch that the ranks of `communicator` hold together.
 
-    Collective: every rank must call it, a rank with an empty batch included; one allreduce of
-    2C+2 float64 numbers.
+    Collective: every rank must call it, even with an empty batch. One allreduce of 2C+2 float64
+    numbers.
 
     Parameters
     ----------
@@ -137,7 +138,7 @@ def aggregate(
     RuntimeError
         On every rank, if another rank rejected its input (host arrays only).
     FloatingPointError
-        On every rank, if the moments of one are not finite (host arrays only).
+        On every rank, if the moments of a rank are not finite (host arrays only).
 
     Examples
     --------
@@ -160,9 +161,9 @@ def aggregate(
 def allreduce_statistics(
     payload: Array, shape: tuple[int, ...], weight: Array, count: Array, communicator: Communicator
 ) -> BatchStatistics:
-    """The statistics of all ranks' payloads, see `multibn.wire`. Collective."""
+    """Return the statistics of all ranks' payloads, see `multibn.wire`. Collective."""
     summed, xp = communicator.allreduce(payload), array_namespace(payload)
-    sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # the kernels normalize, too
+    sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # an input for the kernel
     args = NormArgs(sample, None, None, 1.0, (0,))
     _, batch, state = kernels.select(payload).finish_forward(args, summed, weight, count)
     if state == NOT_FINITE:
@@ -171,25 +172,25 @@ def allreduce_statistics(
 
 
 def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -> None:
-    """Raise what a kernel says of a sum of payloads. `x` is this rank's input.
+    """Raise the error for the state of a sum of payloads. `x` is this rank's input.
 
-    Returns only where the batch is not finite, and to be skipped.
+    Returns only if the batch is not finite and the layer is to skip it.
     """
     if state == NOT_FINITE:
-        sums = to_host(values(summed))  # several under vmap, of this process alone
+        sums = to_host(values(summed))  # under vmap several, of this process only
         nonfinite.raise_if_nonfinite(communicator, x.dtype, sums.reshape(-1, sums.shape[-1]).max(0))
         return
     raise OneValueError(
         "batch statistics need more than 1 value per channel over all ranks: got 1 on "
         f"{communicator.size} rank(s) in {nonfinite.name_of(communicator)}, with an input of shape "
         f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, leave out the last "
-        "one (drop_last=True), or evaluate with running statistics."
+        "batch (drop_last=True), or evaluate with running statistics."
     )
 
 
 def not_floating(x: Array) -> TypeError:
-    """Return the error for an input of another dtype."""
+    """Return the error for an input that is not floating-point."""
     cure = "Convert it first, to float32 for example."
     if ".q" in str(x.dtype):  # torch.quint8
-        cure = "Call revert_sync_batchnorm on the model before you quantize it."
-    return TypeError(f"the input must be of a real floating-point dtype: got {x.dtype}. {cure}")
+        cure = "Call revert_sync_batchnorm on the model before quantizing it."
+    return TypeError(f"the input must have a real floating-point dtype: got {x.dtype}. {cure}")

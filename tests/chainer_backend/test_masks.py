@@ -114,7 +114,7 @@ def test_a_step_of_masked_micro_batches_equals_one_batch() -> None:
     [
         ({"mask": np.ones((4, C, STEPS), bool)}, ValueError, r"\(4, 7\), or .* got \(4, 3, 7\)"),
         ({"mask": np.ones((4, STEPS))}, TypeError, "`mask` must have dtype bool .*: got float64"),
-        ({"mask": [True] * STEPS}, TypeError, "`mask` must be a ndarray like the input: got list"),
+        ({"mask": [True] * STEPS}, TypeError, "`mask` must be an array of numpy, .* got list"),
         ({"mask": chainer.Variable(np.ones((4, STEPS)))}, TypeError, "`mask` must .* got Variable"),
         ({"lengths": np.array([1, 8, 1, 1])}, ValueError, "from 0 to 7, .* got 8 for sample 1"),
         ({"lengths": np.array([1, 2, 1, -1])}, ValueError, "from 0 to 7, .* got -1 for sample 3"),

@@ -71,7 +71,7 @@ def _says(arrays: Any) -> str:
 _CAUSES = {
     "weight": "Running statistics agree: gradients are not averaged (Distr",
     "bn": "Parameters agree, running statistics differ: their layers are not synchronized, or",
-    "codes": "Parameters and running statistics agree: each rank updates the others from its own",
+    "codes": "Parameters and running statistics agree: each rank updates the other buffers from",
 }
 
 
@@ -129,7 +129,7 @@ def test_ranks_that_share_the_memory_of_a_model_are_told(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(consistency, "_digest", digest)
     said = _says(lambda rank: {"weight": np.zeros(2)})
-    assert "1 of 1 arrays have changed during the comparison, and are now the same on all" in said
+    assert "1 of 1 arrays changed during the comparison, and are now the same on all ranks" in said
     assert "build or copy (copy.deepcopy) the model in each process." in said
 
 

@@ -75,8 +75,8 @@ def check_sync(
     Raises
     ------
     ValueError
-        If `process_group` is None and the model's layers were given unlike groups; or if a launcher
-        started several processes, but neither a layer nor torch.distributed has a group.
+        If `process_group` is None and the model's layers were given different groups; or if a
+        launcher started several processes, but neither a layer nor torch.distributed has a group.
     TypeError
         If an array is sharded, quantized, nested or without data, or `ignore` is no pattern; on the
         other ranks RuntimeError.

@@ -206,9 +206,10 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
      "Convert it: `mask > 0`, or `mask == 0` for an additive mask"),
     ("device", {"mask": torch.ones(4, L, device="meta").bool()}, ValueError,
      "`mask` must be on the device of the input, cpu: got meta"),
-    ("type", {"mask": np.ones((4, L), bool)}, TypeError, "`mask` must be a Tensor.*: got ndarray"),
+    ("type", {"mask": np.ones((4, L), bool)}, TypeError,
+     "`mask` must be an array of torch, as the input is: got ndarray"),
     ("list", {"lengths": [1, 2, 3, 4]}, TypeError,
-     "`lengths` must be a Tensor.*: got list. Make it one, by torch.asarray"),
+     r"`lengths` must be an array of torch, .*: got list\. Convert it: torch\.asarray\(lengths"),
     ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
      "`lengths` must be from 0 to 7, the length of an input .*: got 8 for sample 1. If an "
      "earlier layer shortened the input"),
@@ -221,6 +222,13 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("real", {"lengths": torch.ones(4)}, TypeError,
      "must be integers: got dtype torch.float32. For relative lengths, pass round"),
 ]  # fmt: skip
+
+
+def test_the_error_for_a_list_names_the_library_of_a_subclass() -> None:
+    """torchvision's images, for example, are tensors, but torchvision has no `asarray`."""
+    x = torch.ones(4, 3, L).as_subclass(type("Image", (torch.Tensor,), {"__module__": "vision"}))
+    with pytest.raises(TypeError, match=r"Convert it: torch\.asarray\(mask\)\."):
+        layer_of()(x, mask=[True] * L)
 
 
 @pytest.mark.parametrize("name, options, error, message", WRONG, ids=[w[0] for w in WRONG])

@@ -208,7 +208,7 @@ def check_a_group_given_to_all_layers_is_that_of_the_functions(world: Communicat
         alone = convert_sync_batchnorm(nn.BatchNorm1d(1), SingleProcess())
         shared = convert_sync_batchnorm(nn.BatchNorm1d(1), pair)
         unlike = (
-            r"unlike groups: SingleProcess\(\) in 0; .* in 1\. Pass the group of all ranks that"
+            r"different groups: SingleProcess\(\) in 0; .* in 1\. Pass the group of all ranks that"
         )
         with pytest.raises(ValueError, match=unlike):
             expect_in_sync(nn.Sequential(alone, shared))
