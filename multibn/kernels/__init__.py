@@ -2,13 +2,12 @@
 
 Each kernels file has five functions, the verbs: `begin_forward` and `begin_backward` before the
 allreduce, `finish_forward` and `finish_backward` after it, and `normalize`, with known statistics.
-`spec` has the verbs' arguments. `reference`, with `steps`, says what each verb computes, and works
-for every library of the array API standard. `cpu` (NumPy arrays and torch tensors in host memory),
-`cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute the same faster, if
-their compiler is installed, and fall back to `reference` for arrays and options that they do not
-support. A file's `finish_backward` takes as its last argument the value that the same file's
-`begin_backward` returns beside the payload and the gradients of the parameters. No file here knows
-of processes.
+`spec` defines the verbs' arguments. `reference`, with `steps`, defines what each verb computes, and
+works for every library of the array API standard. `cpu` (NumPy arrays and torch tensors in host
+memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute the same
+faster, if their compiler is installed. They fall back to `reference` for arrays and options that
+they do not support. The fourth value that `begin_backward` returns, if any, is the last argument of
+the same file's `finish_backward`. Nothing here communicates.
 """
 
 import importlib
@@ -31,7 +30,7 @@ from multibn.kernels.spec import Running as Running
 
 
 def select(x: Array, /) -> Any:
-    """The kernels file for arrays like `x`."""
+    """Return the kernels file for arrays like `x`."""
     if type(x) is np.ndarray:
         return _native("cpu")
     torch = sys.modules.get("torch")
@@ -45,18 +44,18 @@ def select(x: Array, /) -> Any:
 
 
 def turned_off() -> bool:
-    """Whether MULTIBN_KERNELS turns the compiled kernels off; ValueError for a wrong value."""
+    """Return whether MULTIBN_KERNELS disables the compiled kernels; ValueError if it is invalid."""
     asked = os.environ.get("MULTIBN_KERNELS", "")
     if asked not in ("", "reference"):
-        raise ValueError(f"MULTIBN_KERNELS must be reference, or not be set: got {asked!r}.")
+        raise ValueError(f"MULTIBN_KERNELS must be reference, or unset: got {asked!r}.")
     return asked == "reference"
 
 
 @cache
 def _native(name: str) -> Any:
-    """The module `name`; `reference` if MULTIBN_KERNELS says so, or its compiler is missing.
+    """Return the module `name`; `reference` if MULTIBN_KERNELS says so or the import fails.
 
-    Warns once of a missing core, in the first step of a layer in host memory.
+    Warns once if the C core is missing, in the first step of a layer in host memory.
     """
     if turned_off():
         return reference

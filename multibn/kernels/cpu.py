@@ -1,11 +1,11 @@
-"""The verbs for host memory, NumPy arrays and torch tensors alike, by the C core: one call each.
+"""The verbs for NumPy arrays and torch tensors in host memory: each is one call of the C core.
 
-Python makes the results, and the core reads the fields of the arguments by name and finds out where
-all arrays lie. The core takes dense activations of any number of dimensions, 16-bit dtypes
-included, whose memory has the order (N, C, S) of `layout`: contiguous and channels-last ones have
-this order. Where a function of the core cannot take an array, the function does nothing and returns
-None: `_with_copies` tries once more, and `reference` computes what is left. The core divides a
-large array among threads.
+Python allocates the results. The core reads the fields of the arguments by name, and gets the
+addresses of all arrays. It takes dense activations of any number of dimensions, 16-bit dtypes
+included, whose memory has the order (N, C, S) of `layout`; contiguous and channels-last arrays have
+this order. If the core does not support an array, its function does nothing and returns None. Then
+`_with_copies` tries again with copies, and `reference` computes if that fails, too. The core
+divides a large array among threads.
 """
 
 import math
@@ -40,7 +40,7 @@ FIELDS: dict[Any, list[str]] = dict(zip(_KINDS, map(str.split, _core.fields), st
 
 
 def num_threads() -> int:
-    """Threads to use for a large array: as many as torch's, or OMP_NUM_THREADS without torch."""
+    """Return how many threads share a large array: torch's number, or else OMP_NUM_THREADS."""
     if "torch" in sys.modules:
         return int(sys.modules["torch"].get_num_threads())
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -48,7 +48,7 @@ def num_threads() -> int:
 
 
 def _use_arrays(*of_torch: Any) -> None:
-    """Register the positions of named-tuple fields with the core, and which types are arrays."""
+    """Register the positions of named-tuple fields and the array types with the core."""
     numbered = ((kind._make(range(len(kind._fields))), names) for kind, names in FIELDS.items())
     places = [getattr(record, name) for record, names in numbered for name in names]
     _core.use(places, num_threads, np.ndarray, *of_torch)
@@ -60,15 +60,15 @@ class _Library(NamedTuple):
     empty_like: Any
     contiguous: Any
     strides: Any
-    numbers: Any  # memory of a shape, for float64 numbers unless a dtype is passed
-    changed: Any  # called with the running statistics to which the core has written
+    numbers: Any  # allocates an array of a shape, float64 unless a dtype is passed
+    changed: Any  # is called with the running statistics that the core has changed
 
 
 _NUMPY = _Library(np.empty_like, np.ascontiguousarray, attrgetter("strides"), np.empty, bool)
 
 
 def _library_of(kind: type) -> _Library:
-    """The library of a type of arrays."""
+    """Return the library of a type of arrays."""
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(kind, torch.Tensor):
         return _NUMPY
@@ -89,7 +89,7 @@ _use_arrays(None, None, None)
 def _statistics_like(
     numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]
 ) -> PackedStatistics:
-    """Statistics of such a batch: `empty_like` takes half the time of `empty`."""
+    """Return statistics to copy by `empty_like`, which takes half the time of `empty`."""
     per_channel = channels(shape, axis)
     return PackedStatistics(numbers(2 * math.prod(per_channel) + 2), per_channel)
 
@@ -98,7 +98,7 @@ def _statistics_like(
 def _rows_like(
     numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: Any, num_rows: int
 ) -> Array:
-    """An array like that many coefficients of each channel, which take the place of an output."""
+    """Return an array like `num_rows` coefficients per channel, to copy by `empty_like`."""
     like = numbers(0, dtype=dtype)
     arithmetic = reference.arithmetic_dtype(array_namespace(like), dtype)
     return numbers((num_rows, *channels(shape, axis)), dtype=arithmetic)
@@ -112,7 +112,7 @@ def begin_forward(
     *,
     out: Array | None = None,
 ) -> Array:
-    """Do as `reference.begin_forward`."""
+    """Implement `reference.begin_forward`."""
     payload = (
         _library(type(args.x)).numbers(sizes(args.x.shape, args.axis)[2]) if out is None else out
     )
@@ -126,11 +126,11 @@ def begin_forward(
 def finish_forward(
     args: NormArgs, summed: Array, rank_weight: float, count: float, *, coefficients: bool = False
 ) -> tuple[Array, BatchStatistics | PackedStatistics, int]:
-    """Do as `reference.finish_forward`."""
+    """Implement `reference.finish_forward`."""
     library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
     like, per_channel = _statistics_like(library.numbers, args.x.shape, args.axis)
-    batch = tuple.__new__(PackedStatistics, (new(like), per_channel))  # without a call of Python
+    batch = tuple.__new__(PackedStatistics, (new(like), per_channel))  # no call into Python
     x, axis = args.x, args.axis
     out = new(_rows_like(library.numbers, x.shape, axis, x.dtype, 3) if coefficients else x)
     taken, state = args, _core.finish_forward(args, batch, out, coefficients, *message)
@@ -148,7 +148,7 @@ def finish_forward(
 
 
 def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
-    """Do as `reference.begin_backward`; also returns `g` with copies, if the core needs these."""
+    """Implement `reference.begin_backward`; also return `g`, with copies if the core needs any."""
     args = g.input
     library = _library(type(args.x))
     payload = library.numbers(sizes(args.x.shape, args.axis)[3]) if out is None else out
@@ -165,7 +165,7 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
 def finish_backward(
     g: Gradient, summed: Array, taken: Gradient | None = None, *, coefficients: bool = False
 ) -> tuple[Array, Array | None]:
-    """Do as `reference.finish_backward`."""
+    """Implement `reference.finish_backward`."""
     if taken is not None:
         library = _library(type(taken.input.x))
         new = library.empty_like
@@ -180,7 +180,7 @@ def finish_backward(
 def parameter_gradients(
     summed: Array, g: Gradient, *, divisor: float
 ) -> tuple[Array | None, Array | None]:
-    """Do as `steps.parameter_gradients`."""
+    """Implement `steps.parameter_gradients`."""
     if type(summed) is not np.ndarray or type(g.dy) is not np.ndarray:
         return steps.parameter_gradients(summed, g, divisor=divisor)
     weight, bias, means, C = g.input.weight, g.input.bias, summed / divisor, summed.size // 2
@@ -191,7 +191,7 @@ def parameter_gradients(
 
 
 def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
-    """Do as `reference.normalize`."""
+    """Implement `reference.normalize`."""
     x, library = args.x, _library(type(args.x))
     like = _rows_like(library.numbers, x.shape, args.axis, x.dtype, 3) if coefficients else x
     out = library.empty_like(like)
@@ -204,9 +204,9 @@ def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = Fa
 
 
 def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:
-    """Call `function` with arrays copied to the memory layout of `x`; return these and the result.
+    """Call `function` with arrays copied to the memory layout of `x`.
 
-    Running statistics are not updated.
+    Returns the arguments with the copies, and the result. Running statistics are not updated.
     """
     args = getattr(a, "input", a)
     library = _library(type(args.x))
@@ -216,7 +216,7 @@ def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[An
             return v
         like = args.x[tuple(map(slice, v.shape))]  # a mask has one channel
         new = library.empty_like(like, dtype=v.dtype)
-        is_lazy = getattr(v, "is_neg", bool)()  # torch's, whose memory has the numbers' negatives
+        is_lazy = getattr(v, "is_neg", bool)()  # of torch: memory has the negated numbers
         if library.strides(new) == library.strides(v) and not is_lazy:
             return v
         new[...] = v

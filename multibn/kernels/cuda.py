@@ -1,13 +1,13 @@
 """The verbs for torch tensors on a GPU, as Triton kernels: a few launches each.
 
 The kernels take activations that have sizes (N, C, S), see `layout`: contiguous and channels-last
-formats of any number of dimensions. They take per-channel tensors of one shape on one device: wide
-ones, and parameters and running statistics of any floating-point dtype. Everything else goes to
-`reference`. Nothing waits for the GPU, and the launches depend on shapes, strides and
-dtypes only: a CUDA graph can capture a pass that has been compiled by an earlier run outside of it.
-While the graph is replayed, no Python looks at the messages between the ranks: ranks in different
-layers go unnoticed, and a batch that is not finite is skipped. Results do not depend on the order
-in which programs run, but on the number of the GPU's multiprocessors, among which sums are divided.
+formats of any number of dimensions. Per-channel tensors must have one shape and device: statistics
+in float64, parameters and running statistics in any floating-point dtype. Everything else goes to
+`reference`. Nothing waits for the GPU, and the launches depend only on shapes, strides and dtypes:
+a CUDA graph can capture a pass that an earlier run outside the graph has compiled. While the graph
+is replayed, Python does not check the messages between the ranks: ranks in different layers go
+unnoticed, and a batch that is not finite is skipped. Results do not depend on the order in which
+programs run, but on the number of multiprocessors of the GPU, among which sums are divided.
 """
 
 from typing import Any
@@ -43,18 +43,18 @@ FIELDS: dict[Any, tuple[str, ...]] = {
     Running: ("mean", "var", "momentum", "convention", "num_batches"),
 }
 
-# BLOCK: channels of a program of a step. Without fused operations products and sums are rounded one
-# by one, as in `reference`.
+# BLOCK: channels per program of a step. Without fused operations, each product and each sum is
+# rounded, as in `reference`.
 _STEP: dict[str, Any] = {"BLOCK": 256, "enable_fp_fusion": False}
-# Of programs that merge; they read so many splits of so many channels at a time.
+# Programs that merge read SPLITS splits of BLOCK channels at a time.
 _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
-# How many numbers of a message one program of `steps.nonfinite_flags` reads.
+# Numbers of a message that one program of `steps.nonfinite_flags` reads.
 _SHARE = 8192
 _NONFINITE_FLAGS: dict[str, Any] = {"SHARE": _SHARE, "enable_fp_fusion": False}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOT_MOVED = _STEP | {"CUMULATIVE": False, "UNBIASED": False}
-_known: dict[Any, Any] = {}  # of all steps
+_known: dict[Any, Any] = {}  # compiled launches of all steps
 _increment_version = torch._C._increment_version  # autograd then notices that tensors have changed
 
 
@@ -67,7 +67,7 @@ def begin_forward(
     *,
     out: Message | None = None,
 ) -> Any:
-    """Do as `reference.begin_forward`; two launches."""
+    """Implement `reference.begin_forward`; two launches."""
     x, tilings = args.x, _tilings(args)
     if tilings is None:
         return reference.begin_forward(args, rank_weight, count, mark, out=out)
@@ -85,9 +85,9 @@ def begin_forward(
 def finish_forward(
     args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /, *, coefficients: bool = False
 ) -> tuple[Tensor, BatchStatistics | PackedStatistics, int]:
-    """Do as `reference.finish_forward`; two launches, one with `coefficients`.
+    """Implement `reference.finish_forward`; two launches, or one with `coefficients`.
 
-    Two more for a cumulative average, one more for thousands of channels.
+    A cumulative average takes two more launches, thousands of channels one more.
     """
     tilings, weight, bias, running = _tilings(args), args.weight, args.bias, args.running
     if (
@@ -113,7 +113,7 @@ def finish_forward(
     arguments = summed, *unpack(batch), weight, bias, found, *arrays, looked_at, *numbers
     key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), tilings.dtype, *key
     _step(steps.finish_forward, arguments, constants, ("forward", *key))
-    if constants["CUMULATIVE"]:  # only now: all programs have read the counter
+    if constants["CUMULATIVE"]:  # after the launch, since all its programs read the counter
         arrays[2].add_(batch.numbers[-2] > 0)
     return _output(tilings, args, found, coefficients), batch, state
 
@@ -152,7 +152,7 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 def finish_backward(
     g: Gradient, summed: Tensor, begun: Any = None, /, *, coefficients: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Do as `reference.finish_backward`; one launch. `begun` comes from `begin_backward`."""
+    """Implement `reference.finish_backward`; one launch. `begun` comes from `begin_backward`."""
     g = unpacked(g)
     x, numbers = g.input.x, (2 * g.batch.mean.numel(),)
     if begun is None or not fit(x.device, numbers, (summed,)):
@@ -176,9 +176,9 @@ def finish_backward(
 
 
 def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool = False) -> Tensor:
-    """Do as `reference.normalize`; two launches. The output is rounded once, to the dtype of `x`.
+    """Implement `reference.normalize`; two launches, or one with `coefficients`.
 
-    One launch with `coefficients`.
+    The output is rounded once, to the dtype of `x`.
     """
     tilings, about = _tilings(args), (batch.mean, batch.var)
     parameters = args.weight, args.bias
@@ -189,17 +189,17 @@ def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool =
 
 
 def _output(tilings: Tilings, args: NormArgs, found: Tensor, coefficients: bool) -> Tensor:
-    """The output by what `coefficients_of` has found, or `reference.output_coefficients`."""
+    """Return the output by the result of `coefficients_of`, or the coefficients themselves."""
     if coefficients:
         return found[:3].view(3, *tilings.shape)
     x, residual = args.x, args.residual
     programs, sizes, _, constants, known = tilings.elementwise[args.relu]
     y = torch.empty_like(x)
-    place = x.data_ptr()
+    addresses = x.data_ptr()
     if residual is not None:
         residual = _laid_out_as(x, residual)
-        place |= residual.data_ptr()
-    key = ("normalize", residual is None) if place % 16 == 0 else None
+        addresses |= residual.data_ptr()
+    key = ("normalize", residual is None) if addresses % 16 == 0 else None
     mask = args.mask if args.mask is None else _bytes(args.mask)
     arguments = x, mask, found, residual, y, *sizes
     launch(passes.normalize, programs, arguments, constants, key, known)
@@ -209,7 +209,7 @@ def _output(tilings: Tilings, args: NormArgs, found: Tensor, coefficients: bool)
 def coefficients_of(
     mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: Any
 ) -> Tensor:
-    """The coefficients of the passes."""
+    """Return the coefficients of the passes, see `passes`."""
     C = mean.numel()
     coefficients = mean.new_empty((5, C), dtype=dtype)
     arguments = mean, var, weight, bias, coefficients, number(eps), C
@@ -219,13 +219,13 @@ def coefficients_of(
 
 
 def can_update_running(running: Running, tilings: Tilings) -> bool:
-    """Whether the kernels can move these running statistics."""
+    """Return whether the kernels can update these running statistics."""
     mean, var, counter = running.mean, running.var, running.num_batches
     return (
         mean.numel() == tilings.channels
         and fit(tilings.device, mean.shape, parameters=(mean, var))
         and (counter is None or fit(tilings.device, (), counters=(counter,)))
-        # Not in a loop: this is asked in each step.
+        # Not a loop, which would be slower: this runs in each step.
         and not (mean.is_inference() or var.is_inference())
         and (counter is None or not counter.is_inference())
     )
@@ -251,9 +251,9 @@ def _moved(
 
 
 def _message(out: Message | None, like: Tensor, length: int) -> tuple[Tensor, int, int, int]:
-    """The numbers of the message `out`, or a new payload of this length.
+    """Return memory for a message, the payload's start, the length, and the fingerprint.
 
-    The payload's place in them, their length, and the fingerprint.
+    The memory is that of `out`, or else a new payload of this length.
     """
     if out is None:
         return like.new_empty(length, dtype=torch.float64), 0, length, number(0.0)
@@ -269,7 +269,7 @@ def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> Non
 
 
 def _step(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], key: Any) -> None:
-    """Launch a program for each block of channels, whose number is the last argument."""
+    """Launch one program for each block of channels; the last argument is their number."""
     programs = -(-arguments[-1] // constants["BLOCK"])
     launch(kernel, programs, arguments, constants, key, _known)
 
@@ -277,7 +277,7 @@ def _step(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], ke
 def fit(
     device: Any, shape: tuple[int, ...], wide: Any = (), parameters: Any = (), counters: Any = ()
 ) -> bool:
-    """Whether the kernels can take these wide tensors, and others of other dtypes or None."""
+    """Return whether the kernels support these tensors: their dtypes, device, shape and strides."""
     for dtypes, arrays in (
         ((torch.float64,), wide),
         (DTYPES, parameters),
@@ -296,7 +296,7 @@ def fit(
 
 
 def _kind(v: Any) -> Any:
-    """The part of a launch's key for an argument that is a tensor, a number, or None."""
+    """Return the part of a launch's key for an argument that is a tensor, a number, or None."""
     return v.dtype if isinstance(v, Tensor) else v is None
 
 
@@ -305,20 +305,20 @@ def _bytes(mask: Tensor) -> Tensor:
 
 
 def _inputs(g: Gradient) -> tuple[Any, Any]:
-    """The arrays that a backward pass reads, laid out as `x`, and their part of a launch's key."""
+    """Return the arrays that a backward pass reads, with the strides of `x`, and a launch's key."""
     dy, x, y, mask = g.dy, g.input.x, g.y if g.input.relu else None, g.input.mask
     if dy.stride() != x.stride():
         dy = _laid_out_as(x, dy)
-    place, dtype = x.data_ptr() | dy.data_ptr(), None
+    addresses, dtype = x.data_ptr() | dy.data_ptr(), None
     if y is not None:
         y = _laid_out_as(x, y)
-        place, dtype = place | y.data_ptr(), y.dtype
-    key = (dy.dtype, dtype) if place % 16 == 0 else None
+        addresses, dtype = addresses | y.data_ptr(), y.dtype
+    key = (dy.dtype, dtype) if addresses % 16 == 0 else None
     return (dy, x, y, mask if mask is None else _bytes(mask)), key
 
 
 def _tilings(args: NormArgs) -> Tilings | None:
-    """The tilings of a pass; None if the kernels cannot take the pass."""
+    """Return the tilings of a pass; None if the kernels do not support it."""
     x = args.x
     if args.residual is not None and args.residual.dtype != x.dtype:
         return None
@@ -326,7 +326,7 @@ def _tilings(args: NormArgs) -> Tilings | None:
 
 
 def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
-    """`other` in the memory order of `x`; a copy if need be, of an expanded tensor for example."""
+    """Return `other` in the memory order of `x`; a copy if needed (an expanded tensor)."""
     strides = zip(x.shape, x.stride(), other.stride(), strict=True)
     if all(n == 1 or a == b for n, a, b in strides):
         return other

@@ -1,7 +1,7 @@
 """The verbs for CuPy arrays, whose memory torch shares: `cuda` computes.
 
-Torch launches in CuPy's current stream. So its kernels come after those that wrote their inputs,
-and before all that CuPy does with their outputs, or with the memory of arrays that are gone.
+Torch launches in CuPy's current stream. So torch's kernels run after the CuPy kernels that wrote
+their inputs, and before CuPy reads their outputs or reuses the memory of freed arrays.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ def _on_cupy(verb: Callable[..., Any]) -> Callable[..., Any]:
             results = verb(*_mapped(arguments, cupy.ndarray, torch.from_dlpack))
             return _mapped(results, torch.Tensor, cupy.from_dlpack)
 
-    # The step hands over memory for a message on torch's GPUs only.
+    # `out` is always None here: a plan passes it only for torch's tensors.
     return lambda *arguments, out=None: call(*arguments)
 
 
 def _mapped(v: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """`v`, a tuple of tuples perhaps, with all arrays of one kind converted; no number moves."""
+    """Return `v`, perhaps nested tuples, with all arrays of one kind converted without a copy."""
     if isinstance(v, kind):
         return convert(v)
     if not isinstance(v, tuple):

@@ -1,4 +1,4 @@
-"""The channels of an activation, and its sizes (N, C, S) as it lies in memory."""
+"""The channels of an activation, and its sizes (N, C, S) in memory."""
 
 import math
 from functools import lru_cache
@@ -7,13 +7,13 @@ from multibn import wire
 
 
 def channels(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a per-channel array: that of the axes that are not reduced."""
+    """Return the shape of a per-channel array: the sizes of the axes that are not reduced."""
     return tuple(n for i, n in enumerate(shape) if i not in axis)
 
 
 @lru_cache(maxsize=1024)
 def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], float, int, int]:
-    """The shape of a per-channel array, elements per channel, numbers sent forward and backward."""
+    """Return the per-channel shape, elements per channel, and lengths of both passes' payloads."""
     per_channel = channels(shape, axis)
     count, C = math.prod(shape[i] for i in axis), math.prod(per_channel)
     return per_channel, float(count), wire.forward_payload(C), wire.backward_payload(C)
@@ -23,14 +23,14 @@ def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...
 def sizes_in_memory(
     shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
 ) -> tuple[int, int, int] | None:
-    """Sizes (N, C, S) of an array without empty axes; the passes reduce N and S, the axes `axis`.
+    """Return sizes (N, C, S) of an array without empty axes; `axis`, that is N and S, is reduced.
 
     C is the product of the channel axes, N of the reduced axes with larger strides, S of the
     reduced axes with smaller strides; S is 1 if the channels come last. `strides` count elements.
     None if memory has gaps between elements, a reduced axis lies between channel axes, or the
     channel axes are not in order.
     """
-    blocks = [(True, 1)]  # last in memory first: are the axes reduced, and their size
+    blocks = [(True, 1)]  # innermost first: (whether the axes are reduced, their size)
     channel_axes = []
     expected = 1
     for stride, i in sorted((strides[i], i) for i, n in enumerate(shape) if n != 1):

@@ -1,7 +1,7 @@
 """The verbs in the array API standard: the reference, for any library.
 
-First the verbs, then the passes over activations; `steps` has what stands between an activation and
-a message.
+The verbs come first, then the passes over activations. `steps` has the arithmetic on channels
+between an activation and a message.
 
 Arithmetic on activations is done in their own dtype, or in float32 for 16-bit dtypes, and results
 have the dtype of `x`. A wide mean (see `steps.as_wide`) is split into a centre, the mean
@@ -35,7 +35,7 @@ from multibn.kernels.steps import (
 )
 from multibn.kernels.steps import parameter_gradients as parameter_gradients
 
-# Where NumPy's warnings are errors, an overflow would raise on one rank alone, before its message.
+# If NumPy's warnings are errors, an overflow would raise on one rank only, before its message.
 _quietly = np.errstate(all="ignore")
 
 
@@ -49,12 +49,12 @@ def begin_forward(
     *,
     out: Any = None,
 ) -> Array:
-    """This rank's numbers for the forward message: a layer's payload, see `multibn.wire`.
+    """Return this rank's payload of the forward message, see `multibn.wire`.
 
-    `rank_weight` is what this rank counts for, `count` its elements per channel, those of the mask
-    only if there is one; with a mask on a GPU, both are arrays of shape `()`. `mark` takes the
-    place of moments that are not finite. `out` gets the payload and is returned: a
-    `multibn.wire.Message`, or a float64 vector of NumPy's.
+    `rank_weight` is the weight of this rank. `count` is its elements per channel, without masked
+    elements. If the mask is on a GPU, both are arrays of shape `()`. `mark` replaces moments that
+    are not finite. If given, `out` gets the payload and is returned: a `multibn.wire.Message`, or a
+    float64 NumPy vector.
     """
     mean, var = local_moments(args, count)
     return _written(pack(mean, var + mean * mean, rank_weight, count, mark), out)
@@ -70,12 +70,12 @@ def finish_forward(
     *,
     coefficients: bool = False,
 ) -> tuple[Array, BatchStatistics, int]:
-    """Normalize by the sum of all ranks' payloads, and move the running statistics.
+    """Normalize by the sum of all ranks' payloads, and update the running statistics.
 
-    Returns the output, the statistics of the whole batch, and `OK`, or what is wrong with the
-    message: the running statistics are then unchanged, and the output may be anything. `summed` is
-    on the device of `x` or in host memory, and is not kept: the memory may be the channel's. With
-    `coefficients`, the output is left to the caller, as in `normalize`.
+    Returns the output, the statistics of the whole batch, and the state of the message. If the
+    state is not `OK`, the running statistics are unchanged and the output is undefined. `summed` is
+    on the device of `x` or in host memory. No reference to it is kept: it may be the channel's
+    buffer. `coefficients` is as in `normalize`.
     """
     batch, state = statistics_of(args, summed, rank_weight, count)
     y = normalize(args, batch, coefficients=coefficients)
@@ -85,10 +85,9 @@ def finish_forward(
 
 
 def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool = False) -> Array:
-    """The output by known statistics, in the dtype of `x`. No running statistics are moved.
+    """Return the output by known statistics, in the dtype of `x`. Updates no running statistics.
 
-    With `coefficients`, these take the place of the output: one new array, of which each row is one
-    of the `output_coefficients`.
+    With `coefficients`, returns the `output_coefficients` instead, as the rows of one new array.
     """
     found = output_coefficients(args, batch)
     return array_namespace(found[0]).stack(found) if coefficients else finish(args, found)
@@ -96,7 +95,7 @@ def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool =
 
 @_quietly
 def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | None, Array | None]:
-    """This rank's numbers for the backward message, and the gradients of weight and bias.
+    """Return this rank's payload of the backward message, and the gradients of weight and bias.
 
     The payload has the sums over `axis` of `dy` and of `dy * xhat`, where `xhat = (x - mean) /
     sqrt(var + eps)`. The gradients are copies of the same numbers in the dtypes of `weight` and
@@ -120,10 +119,10 @@ def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | N
 def finish_backward(
     g: Gradient, summed: Array, /, *, coefficients: bool = False
 ) -> tuple[Array, Array | None]:
-    """The gradients of `x` and, if `y` is passed, of the residual before the ReLU.
+    """Return the gradients of `x` and, if `y` is passed, of the residual before the ReLU.
 
-    `summed` is the sum of all ranks' payloads, as in `finish_forward`. With `coefficients`, the
-    `gradient_coefficients` take the place of the first, as in `normalize`, and there is no second.
+    `summed` is the sum of all ranks' payloads, as in `finish_forward`. With `coefficients`, returns
+    the `gradient_coefficients`, stacked as in `normalize`, and None.
     """
     found = gradient_coefficients(unpacked(g), summed)
     if coefficients:
@@ -132,14 +131,14 @@ def finish_backward(
 
 
 def residual_gradient(g: Gradient, /) -> Array:
-    """The gradient of a residual, where `finish_backward` has not made it in its own pass."""
+    """Return the gradient of a residual, if `finish_backward` did not compute it."""
     return masked(g.dy, g.input.mask) if g.y is None else rectified(g.dy, g.y)
 
 
 def output_coefficients(args: NormArgs, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
-    """`centre`, `scale` and `shift` of each channel; the output is `(x - centre) * scale + shift`.
+    """Return `centre`, `scale` and `shift` of each channel.
 
-    The output is `(x - mean) / sqrt(var + eps) * weight + bias`.
+    The output, `(x - mean) / sqrt(var + eps) * weight + bias`, is `(x - centre) * scale + shift`.
     """
     centre, remainder = _round(batch.mean, args.x)
     scale = _times(_invstd(batch.var, args.eps), args.weight)
@@ -150,7 +149,7 @@ def output_coefficients(args: NormArgs, batch: BatchStatistics, /) -> tuple[Arra
 
 
 def finish(args: NormArgs, coefficients: Sequence[Array], /) -> Array:
-    """The output by `output_coefficients`, after the residual and the ReLU."""
+    """Return the output by `output_coefficients`, after the residual and the ReLU."""
     x = masked(args.x, args.mask)
     xp = array_namespace(x)
     centre, scale, shift = (per_channel(v, x, args.axis) for v in coefficients)
@@ -162,7 +161,7 @@ def finish(args: NormArgs, coefficients: Sequence[Array], /) -> Array:
 
 
 def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:
-    """The numbers of each channel in `dx = (x - centre) * x_scale + dy * dy_scale + shift`.
+    """Return the coefficients per channel of `dx = (x - centre) * x_scale + dy * dy_scale + shift`.
 
     The gradient is `weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, where
     `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
@@ -179,7 +178,7 @@ def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:
 
 
 def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
-    """The gradient of `x` by `gradient_coefficients`."""
+    """Return the gradient of `x` by `gradient_coefficients`."""
     g = _before_relu(g)
     x = g.input.x
     xp = array_namespace(x)
@@ -198,11 +197,11 @@ def centered(args: NormArgs, mean: Array, /) -> tuple[NormArgs, Array]:
 
 
 def local_moments(args: NormArgs, count: float | Array, /) -> tuple[Array, Array]:
-    """Mean and biased variance of this rank's input, both wide; zeros for an empty input.
+    """Return the mean and biased variance of this rank's input, in float64; 0 if it is empty.
 
     Two passes: a rounded mean, then first and second moments about it, which correct the
     rounding error of the mean and avoid cancellation in the variance. With a mask, `count` is
-    the number of elements per channel that take part.
+    the number of unmasked elements per channel.
     """
     x, axis, mask = args.x, args.axis, args.mask
     xp = array_namespace(x)
@@ -215,7 +214,7 @@ def local_moments(args: NormArgs, count: float | Array, /) -> tuple[Array, Array
 
 
 def _before_relu(g: Gradient) -> Gradient:
-    """The gradient before a ReLU, with zeros for the elements that do not count."""
+    """Return the arguments for the gradient before the ReLU, with zeros for masked elements."""
     args = g.input._replace(x=masked(g.input.x, g.input.mask), residual=None, running=None)
     dy = g.dy
     if args.relu:
@@ -224,7 +223,7 @@ def _before_relu(g: Gradient) -> Gradient:
 
 
 def _written(payload: Array, out: Any) -> Array:
-    """The payload, or `out` with the payload in it."""
+    """Return the payload, or `out` after writing the payload into it."""
     if out is None:
         return payload
     if isinstance(out, wire.Message):
@@ -234,14 +233,14 @@ def _written(payload: Array, out: Any) -> Array:
 
 
 def per_channel(v: Array, x: Array, axis: tuple[int, ...], /) -> Array:
-    """`v` shaped to broadcast against `x`."""
+    """Return `v` shaped to broadcast against `x`."""
     return array_namespace(v).reshape(
         v, tuple(1 if i in axis else n for i, n in enumerate(x.shape))
     )
 
 
 def _sum(v: Array, axis: tuple[int, ...], /) -> Array:
-    """The wide sum over `axis`."""
+    """Return the float64 sum over `axis`."""
     xp = array_namespace(v)
     # torch sums float32 in a cascade (relative error 2e-7 at 2M values), and dtype=float64
     # would make it copy `v`; NumPy sums outer axes one by one, and dtype=float64 costs it no
@@ -256,17 +255,17 @@ def arithmetic_dtype(xp: Any, dtype: Any) -> Any:
 
 
 def masked(x: Array, mask: Array | None, /) -> Array:
-    """`x`, and 0 where the mask is False."""
+    """Return `x`, with 0 where the mask is False."""
     return x if mask is None else _where(mask, x)
 
 
 def rectified(dy: Array, y: Array, /) -> Array:
-    """The gradient before a ReLU whose output was `y`."""
+    """Return the gradient before a ReLU whose output was `y`."""
     return _where(y > 0, dy)
 
 
 def _where(condition: Array, x: Array) -> Array:
-    """`x`, and 0 where the condition is False."""
+    """Return `x`, with 0 where the condition is False."""
     xp = array_namespace(x)
     return xp.where(condition, x, xp.zeros((), dtype=x.dtype, device=device(x)))
 
@@ -280,14 +279,14 @@ def _times(scale: Array, weight: Array | None) -> Array:
 
 
 def _round(mean: Array, x: Array) -> tuple[Array, Array]:
-    """The mean rounded to the arithmetic dtype of `x`, and the remainder, both wide."""
+    """Return the mean rounded to the arithmetic dtype of `x`, and the remainder, in float64."""
     xp = array_namespace(mean)
     centre = as_wide(xp.astype(mean, arithmetic_dtype(xp, x.dtype), copy=False))
     return centre, mean - centre
 
 
 def _narrow(x: Array, /, *values: Array) -> tuple[Array, ...]:
-    """Arrays of channels in the arithmetic dtype of `x`, on its device."""
+    """Return per-channel arrays in the arithmetic dtype of `x`, on the device of `x`."""
     xp = array_namespace(x)
     dtype = arithmetic_dtype(xp, x.dtype)
     return tuple(to_device(xp.astype(v, dtype, copy=False), device(x)) for v in values)

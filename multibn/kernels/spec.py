@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from multibn._typing import Array, RunningVar
 
-# The states of a message, from `finish_forward`. On a GPU, where reading would wait, a sum counts
-# as right, but for `ONE_VALUE` where this rank has at most one value per channel. `CANCELLED`: a
-# variance has lost its digits beside the square of the mean.
+# The states of a message, from `finish_forward`. On a GPU, reading the sum would wait, so the state
+# is `OK`, unless this rank has at most one value per channel. `CANCELLED`: a variance is so small
+# compared with the square of the mean that it has lost its digits.
 OK, NOT_FINITE, ONE_VALUE, CANCELLED = 0, 2, 3, 4
 # Below this `(var + eps) / mean**2`, for float64 inputs and for others, a variance is cancelled.
 # Above it, the rounding error of sums, 2**-52, leaves 12 digits of the output, or float32's.
@@ -43,9 +43,9 @@ class BatchStatistics(NamedTuple):
 
 
 class PackedStatistics(NamedTuple):
-    """A `BatchStatistics` in one array, of 2C+2 numbers in its order.
+    """A `BatchStatistics` in one array of 2C+2 numbers, in the order of its fields.
 
-    One new array takes less time than four, and few take it apart.
+    Allocating one array takes less time than four, and few callers unpack it.
     """
 
     numbers: Array
@@ -53,7 +53,7 @@ class PackedStatistics(NamedTuple):
 
 
 def unpack(batch: BatchStatistics | PackedStatistics) -> BatchStatistics:
-    """The statistics; views of the numbers of packed ones."""
+    """Return the statistics; of packed statistics, views of their numbers."""
     if isinstance(batch, BatchStatistics):
         return batch
     mean, var = batch.numbers[:-2].reshape((2, *batch.shape))
@@ -61,7 +61,7 @@ def unpack(batch: BatchStatistics | PackedStatistics) -> BatchStatistics:
 
 
 class Running(NamedTuple):
-    """Running statistics, which `finish_forward` moves in place.
+    """Running statistics, which `finish_forward` updates in place.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Running(NamedTuple):
     convention
         Which variance goes into `var`, see `multibn.engine.running_variance`.
     num_batches
-        A counter of shape `()`, or None where nothing is to be counted.
+        A counter of shape `()`; None to count nothing.
     """
 
     mean: Array
@@ -90,8 +90,8 @@ class NormArgs(NamedTuple):
     x
         The activation; may be empty.
     weight, bias
-        Of the shape of the axes that are not reduced, `(C,)`, in any floating-point dtype; None for
-        ones and zeros.
+        Shape `(C,)`, or more generally that of the axes that are not reduced, in any floating-point
+        dtype; None for ones and zeros.
     eps
         Added to the variance.
     axis
@@ -100,13 +100,12 @@ class NormArgs(NamedTuple):
         Whether a ReLU comes last.
     mask
         Booleans that broadcast against `x`, the same for all channels, see `multibn.engine.masks`.
-        Elements where the mask is False take no part, whatever they hold, and the output is 0
-        there.
+        Elements where the mask is False are ignored, whatever they hold, and their output is 0.
     residual
         Added to the normalized input, an array like `x`.
     running
-        A `Running` to be moved in place, unless all ranks are empty. `multibn.engine.plan` takes a
-        `running.StepAccumulator` as well.
+        A `Running` to update in place, unless all ranks are empty. `multibn.engine.plan` also takes
+        a `running.StepAccumulator`.
     """
 
     x: Array
@@ -120,7 +119,7 @@ class NormArgs(NamedTuple):
     running: Any = None
 
 
-# The fields that are no arrays. They follow `bias`: NormArgs(x, weight, bias, *options_of(args)).
+# The fields that are not arrays. They follow `bias`: NormArgs(x, weight, bias, *options_of(args)).
 OPTIONS = "eps", "axis", "relu"
 options_of: Any = attrgetter(*OPTIONS)
 
@@ -131,16 +130,16 @@ class Gradient(NamedTuple):
     Attributes
     ----------
     dy
-        The gradient, of the shape of `x`. With ReLU, taken for 0 where the output was not positive.
+        The gradient of the output. With ReLU, it is treated as 0 where the output was not positive.
     input
-        From the forward pass; its residual and its running statistics are not read.
+        The `NormArgs` of the forward pass; residual and running statistics are not read.
     batch
         The statistics, a `BatchStatistics` or a `PackedStatistics`.
     y
-        The output, if there was a residual before the ReLU. Without a residual the output's sign is
-        computed from `x`, by exactly the arithmetic of the forward pass.
+        The output, if there was a residual before the ReLU. Without a residual, the sign of the
+        output is recomputed from `x`, by exactly the arithmetic of the forward pass.
     needs_dx
-        Whether the gradient of `x` is asked for.
+        Whether the gradient of `x` is needed.
     """
 
     dy: Array
@@ -151,5 +150,5 @@ class Gradient(NamedTuple):
 
 
 def unpacked(g: Gradient) -> Gradient:
-    """The gradient with its statistics taken apart."""
+    """Return the gradient with unpacked statistics."""
     return g._replace(batch=unpack(g.batch))

@@ -1,7 +1,7 @@
 """The steps between an activation and a message, on the numbers of channels: the reference.
 
-Per-channel arrays are wide (see `as_wide`), but for weight, bias and running statistics, which have
-any floating-point dtype. `reference` has the passes over activations.
+Per-channel arrays are float64 ("wide", see `as_wide`). Only weight, bias and running statistics may
+have any floating-point dtype. `reference` has the passes over activations.
 """
 
 import math
@@ -31,14 +31,14 @@ from multibn.kernels.spec import (
 def pack(
     mean: Array, meansqr: Array, weight: Array, count: Array, mark: float = wire.NO_BIT, /
 ) -> Array:
-    """A layer's forward payload, see `multibn.wire`."""
+    """Return a layer's forward payload, see `multibn.wire`."""
     xp = array_namespace(mean)
     moments = [weight * mean, weight * meansqr]
     is_finite = moments[1] < wire.LARGEST  # not a NaN
     moments = [xp.where(is_finite, v, xp.full_like(v, mark)) for v in moments]
     numbers = [
         xp.reshape(xp.asarray(v, dtype=mean.dtype, device=device(mean)), (1,))
-        for v in (weight, count)  # arrays, where a mask is on a GPU
+        for v in (weight, count)  # arrays if a mask is on a GPU
     ]
     return wire.concat([*moments, *numbers])
 
@@ -46,7 +46,7 @@ def pack(
 def statistics_of(
     args: NormArgs, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[BatchStatistics, int]:
-    """The statistics in the sum of all ranks' payloads, and the state of the message."""
+    """Return the statistics from the sum of all ranks' payloads, and the state of the message."""
     summed, shape = sum_like(summed, args.x), channels(args.x.shape, args.axis)
     xp, found = array_namespace(summed), state_of(summed, count)
     if found == NOT_FINITE:  # squares of marks overflow
@@ -55,7 +55,7 @@ def statistics_of(
     C = math.prod(shape)
     meansqr = summed[C : 2 * C]
     total_weight, total = (
-        xp.reshape(values(summed[2 * C + at]), (-1,))[0]  # the same in all of a batch of vmap
+        xp.reshape(values(summed[2 * C + at]), (-1,))[0]  # equal in all of vmap's batch
         for at in (wire.WEIGHT, wire.COUNT)
     )
     divisor = xp.where(total_weight == 0.0, xp.ones_like(total_weight), total_weight)
@@ -66,16 +66,16 @@ def statistics_of(
         found = CANCELLED if bool(xp.any(values(mean * mean * least > var + args.eps))) else OK
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
-    if not is_on_host(summed) and not is_abstract(summed):  # where nobody looks at the state
+    if not is_on_host(summed) and not is_abstract(summed):  # the state was not read
         gap = xp.where(_is_finite(summed), xp.zeros_like(total), xp.full_like(total, math.nan))
         batch = skipped(batch, gap)
     return batch, found
 
 
 def skipped(batch: BatchStatistics, gap: float | Array = math.nan, /) -> BatchStatistics:
-    """The statistics where a batch is not finite: NaN, and a count of 0, by which nothing moves.
+    """Return the statistics of a skipped batch: NaN, and a count of 0, so that nothing is updated.
 
-    `gap` is 0 where the batch is finite; the result is `batch` then.
+    If `gap` is 0, which means that the batch is finite, the result is `batch`.
     """
     xp, count = array_namespace(batch.mean), batch.count
     kept = xp.where(count + gap == count, count, xp.zeros_like(count))
@@ -83,20 +83,20 @@ def skipped(batch: BatchStatistics, gap: float | Array = math.nan, /) -> BatchSt
 
 
 def state_of(summed: Array, count: float | Array, /) -> int:
-    """The fault of the sum of all ranks' payloads, or `OK`; `count` as in `finish_forward`."""
+    """Return the state of the sum of all ranks' payloads; `count` is as in `finish_forward`."""
     if is_abstract(summed):
         return OK
     xp = array_namespace(summed)
     total = xp.reshape(values(summed[-1]), (-1,))[0]
     if _is_readable(summed) and not bool(_is_finite(values(summed))):
         return NOT_FINITE
-    # Every rank has at most one value if all have one together: only then is the count read. A
-    # count of a mask on a GPU is never read.
+    # If the ranks together have one value, this rank has at most one. So the total is read only if
+    # `count` is at most 1. If a mask is on a GPU, `count` is an array, and nothing is read.
     return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else OK
 
 
 def _is_finite(summed: Array) -> Array:
-    """Whether no rank has sent its mark."""
+    """Return whether no rank has sent its mark."""
     xp, summed = array_namespace(summed), as_wide(summed)
     return xp.all(xp.abs(summed[..., :-2]) < wire.LARGEST_SUM)
 
@@ -107,7 +107,7 @@ def _is_readable(v: Array) -> bool:
 
 
 def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
-    """The sums of `dy` and of `dy * xhat` in a backward payload, as per-channel arrays."""
+    """Return the first and the next C numbers of a payload, as two per-channel arrays."""
     C, xp = math.prod(shape), array_namespace(summed)
     return [xp.reshape(v, shape) for v in (summed[:C], summed[C : 2 * C])]
 
@@ -115,7 +115,7 @@ def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
 def parameter_gradients(
     payload: Array, g: Gradient, /, *, divisor: float = 1.0
 ) -> tuple[Array | None, Array | None]:
-    """The gradients of weight and bias in a backward payload, divided by `divisor`."""
+    """Return the gradients of weight and bias in a backward payload, divided by `divisor`."""
 
     def gradient(v: Array, parameter: Array | None) -> Array | None:
         if parameter is None:
@@ -130,7 +130,7 @@ def parameter_gradients(
 def update_running(
     running: Running, mean: Array, var: Array, count: Array, local_count: Array, /
 ) -> None:
-    """Move running statistics in place by those of a batch, and count the batch.
+    """Update running statistics in place by those of a batch, and count the batch.
 
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
     """
@@ -152,9 +152,9 @@ def update_running(
 
 
 def moved(old: Array, new: Array, share: float | Array, /) -> Array:
-    """Running statistics `old`, moved towards those of a batch by a `share` from 0 to 1.
+    """Return running statistics `old`, moved towards `new` by a `share` from 0 to 1.
 
-    A share of 0 leaves what is old, even if what is new is NaN, as that of a batch that is skipped.
+    With a share of 0, the result is `old`, even if `new` is NaN because the batch was skipped.
     """
     # `old + share * (new - old)` would keep rounding errors of `old` at momentum 1.
     xp, wide = array_namespace(old), as_wide(old)
@@ -167,9 +167,9 @@ def moved(old: Array, new: Array, share: float | Array, /) -> Array:
 def variance_factor(
     count: float | Array, local_count: float | Array, convention: RunningVar, /
 ) -> float | Array:
-    """The factor of the biased variance, see `multibn.engine.running_variance`."""
+    """Return the factor of the biased variance, see `multibn.engine.running_variance`."""
     if convention != "unbiased_global":
-        check_choice("running_var", convention, RunningVar)
+        check_choice("convention", convention, RunningVar)
         if convention == "biased":
             return 1.0
         if hasattr(local_count, "dtype"):
@@ -188,7 +188,7 @@ def sum_like(summed: Array, x: Array) -> Array:
 
 
 def as_wide(v: Array, /) -> Array:
-    """The array `v` of channels in float64; in host memory if its device has no float64."""
+    """Return `v`, a per-channel array, in float64; in host memory if its device has no float64."""
     xp = array_namespace(v)
     if v.dtype == xp.float64:
         return v
@@ -204,7 +204,7 @@ def has_float64(xp: Any, where: Any) -> bool:
 
 
 def at_least_one(count: float | Array, /) -> float | Array:
-    """`count`, or 1 if that is larger: a divisor."""
+    """Return the larger of `count` and 1, to divide by."""
     if hasattr(count, "dtype"):
         return array_namespace(count).clip(count, 1.0, None)
     return max(count, 1.0)  # a number, or torch.compile's symbol for one

@@ -177,7 +177,7 @@ def test_running_statistics_that_cannot_be_moved_are_an_error(kernels: Any) -> N
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         moved(kernels, [frozen, frozen], momentum=0.3)
-    with pytest.raises(ValueError, match="`running_var` must be one of 'unbiased_global', "):
+    with pytest.raises(ValueError, match="`convention` must be one of 'unbiased_global', "):
         moved(kernels, [np.ones(7), np.ones(7)], momentum=0.3, convention="global")
 
 

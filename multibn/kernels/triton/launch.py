@@ -15,9 +15,9 @@ from multibn._warnings import warn
 
 
 def number(v: Any) -> Any:
-    """The argument of a kernel for `v`: a tensor as it is, of another number the bits in float64.
+    """Return the kernel argument for `v`: a tensor itself, of a number its float64 bits.
 
-    Triton would pass a float in float32, and the bits of 0 in 32 bits: those of -0.0 stand for it.
+    Triton would pass a float in float32, and an integer 0 in 32 bits, so -0.0 replaces 0.
     """
     return v if isinstance(v, torch.Tensor) else _bits(v)
 
@@ -28,12 +28,12 @@ def _bits(v: float) -> int:
 
 
 def require_launcher() -> None:
-    """Raise ImportError, with a warning, where Triton cannot serve the machine or its GPU."""
+    """Raise ImportError, with a warning, if Triton does not support the machine or its GPU."""
     try:
         target = triton.runtime.driver.active.get_current_target()
         if target.backend == "cuda" and target.arch < 70:
             raise RuntimeError(f"the GPU has compute capability {target.arch / 10}, below 7.0.")
-    except Exception as error:  # of Triton, or of the compiler's process
+    except Exception as error:  # Triton's, or the C compiler's
         warn(
             f"Triton is not usable here ({error}), so layers fall back to slower torch "
             "operations. If a compiler is missing, install a C compiler and Python's headers, on "
@@ -53,7 +53,7 @@ class Launched(NamedTuple):
     compiled: Any
 
     def named(self) -> dict[str, Any]:
-        """The arguments, by the kernel's names for them."""
+        """Return the arguments by the names of the kernel's parameters."""
         return dict(zip(self.kernel.arg_names, self.arguments, strict=False))
 
 
@@ -63,7 +63,7 @@ class _Thread(threading.local):
 
 @contextmanager
 def collecting() -> Iterator[list[Launched]]:
-    """Collect the launches that this thread makes inside."""
+    """Yield a list of the launches that this thread makes inside the context."""
     outer, _thread.launched = _thread.launched, []
     try:
         yield _thread.launched
@@ -76,10 +76,10 @@ def launch(
 ) -> None:
     """Launch a kernel on the device of its first argument; `num_warps` and so on are constants.
 
-    Triton takes 14 us to look at the arguments of a launch. So `known` keeps what was compiled for
-    a `key`, which the caller makes of all that can change: dtypes, and which arguments are None. No
-    number is specialized in these kernels. If arguments that are specialized begin anywhere in
-    memory, the key is None, and Triton looks.
+    Triton takes 14 us to inspect the arguments of a launch. So `known` caches what was compiled for
+    a `key`, which the caller makes of all that can change: dtypes, and which arguments are None.
+    These kernels specialize on no number. If an argument that must be aligned is not, the key is
+    None, and Triton inspects the arguments.
     """
     device = arguments[0].get_device()
     if device != current_device():

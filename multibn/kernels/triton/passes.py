@@ -17,10 +17,10 @@ wide.
 
 A thread reads VECTOR elements at once, which begin at multiples of VECTOR; strides, steps and the
 width of whole rows count such vectors. Planes need not begin there: passes that sum read the
-vectors in which a plane begins and ends, and leave out what is not of the plane. Tiles of such
+vectors in which a plane begins and ends, and ignore elements of other planes. Tiles of such
 planes are `step` apart, less than COLS. `mask`, bytes of the shape of `outer` rows of `inner`
-elements, or None, says which elements count; the others may be anything. Sizes are no constants of
-a kernel, so that images of any size need the same few kernels.
+elements, or None, says which elements count; the others may be anything. Sizes are not compile-time
+constants, so that images of any size need the same few kernels.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -52,7 +52,7 @@ def moments(
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
 ):  # fmt: skip
-    """Sums of each split about the mean of its first tile.
+    """Write the sums of each split about the mean of its first tile.
 
     `partials`, `(4, splits, channels)`, are count, this mean, and the sums of `d = x - mean` and of
     `d * d`.
@@ -100,7 +100,7 @@ def normalize(
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
     RELU: constexpr,
 ):  # fmt: skip
-    """The output; `residual` may be None."""
+    """Write the output; `residual` may be None."""
     block, first, channel, exists = _place(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
     )
@@ -127,7 +127,9 @@ def backward_sums(
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
 ):  # fmt: skip
-    """Each split's sums of `dy` and of `dy * (x - mean)`: `partials`, `(2, splits, channels)`.
+    """Write each split's sums of `dy` and of `dy * (x - mean)` to `partials`.
+
+    The shape of `partials` is `(2, splits, channels)`.
 
     With a ReLU, `y` is its output, or None if the sign is recomputed from the coefficients. Without
     a ReLU both are None. The mean is rounded to DTYPE.
@@ -167,10 +169,10 @@ def input_gradient(
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
     RELU: constexpr,
 ):  # fmt: skip
-    """The gradient of `x`, from the sum of all ranks' payloads.
+    """Write the gradient of `x`, from the sum of all ranks' payloads.
 
-    Of a ReLU: `y` is what came out, or None; `dresidual`, which may be None, gets the gradient
-    before the ReLU.
+    With a ReLU, `y` is its output, or None if the sign is recomputed. `dresidual`, which may be
+    None, gets the gradient before the ReLU.
     """
     block, first, channel, exists = _place(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
@@ -178,7 +180,7 @@ def input_gradient(
     centre, scale, shift = _output_coefficients(coefficients, channel, channels, exists)
     invstd = tl.load(coefficients + 3 * channels + channel, exists, 0.0)
     remainder = tl.load(coefficients + 4 * channels + channel, exists, 0.0)
-    # Of each channel's elements the mean of `dy`, and the slope of `xhat` times its mean with `dy`.
+    # Per channel: the mean of `dy`, and the factor of `d` from the mean of `dy * xhat`.
     share = number(element_weight).to(DTYPE)
     slope = share * tl.load(summed + channels + channel, exists, 0.0).to(DTYPE) * invstd
     mean_dy = share * tl.load(summed + channel, exists, 0.0).to(DTYPE) - remainder * slope
@@ -204,7 +206,7 @@ def input_gradient(
 def _place(
     width, inner, blocks, tiles_per_program, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr
 ):
-    """Block and first tile of this program, its channels, and which of these exist."""
+    """Return this program's block and first tile, its channels, and which of them exist."""
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     if COLUMNS:
@@ -274,13 +276,13 @@ def _output(d, scale, shift):
 
 @triton.jit
 def _least(x):
-    """The largest number that rounds to 0 in the dtype of an output."""
+    """Return the largest number that rounds to 0 in the dtype of an output."""
     dtype = x.dtype.element_ty
     return _HALF if dtype == tl.float16 else _BRAIN if dtype == tl.bfloat16 else 0.0
 
 
 @triton.jit
 def _sum(v, COLUMNS: constexpr):
-    """The sums of a tile, for each channel."""
+    """Return the sums of a tile, for each channel."""
     v = tl.sum(v, 0, keep_dims=True)
     return v if COLUMNS else tl.sum(v, 1, keep_dims=True)

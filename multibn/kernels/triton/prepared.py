@@ -1,9 +1,9 @@
-"""The launches of a layer's step, prepared once and run by one call of C on each side of a message.
+"""The launches of a layer's step, prepared once: one C call runs those on each side of a message.
 
 Each call of a verb of `cuda` repeats the same checks: whether the kernels fit, how work is divided,
 what Triton has compiled. That takes most of a step's time on the host. A `PreparedStep` collects
-the launches of a first step, and runs them again with the addresses of later ones. What may differ
-between the steps of one plan is a slot, or sends the step back to the verbs.
+the launches of a first step, and runs them again with the addresses of later steps. Whatever may
+differ between the steps of one plan is a slot, or makes the verbs run the step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +25,10 @@ from multibn.kernels.triton.launch import (
 
 try:
     from multibn.kernels.core._core import prepare_launches, run_launches
-except ImportError:  # the verbs then serve all steps
+except ImportError:  # the verbs then run all steps
     prepare_launches = None  # type: ignore[assignment]
 
-# The kernels' parameters that have a value of each step's own, in the order of their slots.
+# The kernels' parameters whose values differ between steps, in the order of their slots.
 _FORWARD = (
     "x", "residual", "y", "partials", "coefficients", "numbers", "mean", "var", "total_count",
     "element_weight", "weight", "bias", "running_mean", "running_var", "num_batches", "momentum",
@@ -37,11 +37,11 @@ _BACKWARD = (
     "dy", "x", "y", "dx", "dresidual", "partials", "coefficients", "numbers", "mean", "var",
     "element_weight", "weight", "bias", "dweight", "dbias",
 )  # fmt: skip
-# The launches before and after a message. Others, of thousands of channels, are not prepared.
+# The launches before and after a message. Thousands of channels need others: not prepared.
 _MOMENTS, _SUMS = ("moments", "merge_moments"), ("backward_sums", "merge_sums")
 _TO_OUTPUT, _TO_COEFFICIENTS = ("finish_forward", "normalize"), ("finish_forward",)
 _GRADIENT, _GRADIENTS_COEFFICIENTS = ("input_gradient",), ("gradient_coefficients",)
-# A backward pass begins with it where the output of a ReLU, whose sign it finds, is gone.
+# A backward pass begins with this launch if it has to recompute the sign of a ReLU's output.
 _SIGN = "coefficients_of"
 
 
@@ -50,18 +50,18 @@ class _Pass(NamedTuple):
 
     before: Any  # the launches before the message
     after: Any
-    facts: Any  # about the pass in which they were collected, beside what is in a plan's key
+    facts: Any  # see `_forward_facts`
     partials: int  # numbers
     channels: int
     dtype: torch.dtype  # of partial sums and coefficients
     shape: tuple[int, ...]  # of a per-channel tensor
-    payload: int  # numbers of a message that has no head
+    payload: int  # numbers in a message without a head
 
 
 class PreparedStep:
     """The step of one plan, for an input without a mask; with `coefficients`, see the verbs.
 
-    `forward` and `backward` return None where the verbs must take the pass; `preparing_forward` and
+    `forward` and `backward` return None if the verbs must run the pass; `preparing_forward` and
     `preparing_backward` then collect the verbs' launches.
     """
 
@@ -71,7 +71,7 @@ class PreparedStep:
         self._backward: _Pass | None = None
 
     def forward(self, args: NormArgs, messages: Any) -> tuple[Tensor, PackedStatistics] | None:
-        """Do as the verbs of a forward pass, with the message between them."""
+        """Run a forward pass and its message by the prepared launches, or return None."""
         prepared = self._forward
         if prepared is None or prepared.facts != _forward_facts(args):
             return None
@@ -106,7 +106,7 @@ class PreparedStep:
         return y[:3] if self._coefficients else y, PackedStatistics(found, shape)
 
     def backward(self, g: Gradient, messages: Any) -> tuple[Tensor | None, ...] | None:
-        """Do as the verbs of a backward pass, with the message between them."""
+        """Run a backward pass and its message by the prepared launches, or return None."""
         prepared, batch = self._backward, g.batch
         if prepared is None:
             return None
@@ -170,25 +170,25 @@ class PreparedStep:
 
 
 def _forward_facts(args: NormArgs) -> Any:
-    """What a replay depends on beyond the plan's key; None if the input is not supported."""
+    """Return what a replay depends on beyond the plan's key; None if `args` is not supported."""
     x, residual, running = args.x, args.residual, args.running
-    place: int = x.data_ptr()
+    addresses: int = x.data_ptr()
     moved: tuple[Any, ...] = ()
     if residual is not None:
         if residual.stride() != x.stride():
             return None
-        place |= residual.data_ptr()
+        addresses |= residual.data_ptr()
     if running is not None:
         mean, var, momentum, convention, counter = running
         if momentum is None or not (mean.is_contiguous() and var.is_contiguous()):
             return None
         is_fixed = mean.is_inference() or var.is_inference()
         moved = convention, is_fixed, counter is None or (counter.dtype, counter.is_inference())
-    return moved if _is_usual(place, args) else None
+    return moved if _is_usual(addresses, args) else None
 
 
 def _backward_facts(g: Gradient) -> Any:
-    """The same of a backward pass, whose gradient is laid out as the input."""
+    """Return the facts of a backward pass, as `_forward_facts` does."""
     dy, y, args, batch = g.dy, g.y, g.input, g.batch
     x, strides = args.x, args.x.stride()
     if dy.stride() != strides or (y is not None and y.stride() != strides):
@@ -197,16 +197,16 @@ def _backward_facts(g: Gradient) -> Any:
         for v in (batch.mean, batch.var, batch.element_weight):
             if v.dtype is not torch.float64 or v.device != x.device or not v.is_contiguous():
                 return None
-    place = x.data_ptr() | dy.data_ptr() | (0 if y is None else y.data_ptr())
+    addresses = x.data_ptr() | dy.data_ptr() | (0 if y is None else y.data_ptr())
     kinds = type(dy), dy.dtype, None if y is None else y.dtype
-    return kinds if _is_usual(place, args) else None
+    return kinds if _is_usual(addresses, args) else None
 
 
-def _is_usual(place: int, args: NormArgs) -> bool:
-    """Whether recorded launches can be repeated; `place` is the bitwise or of all addresses."""
+def _is_usual(addresses: int, args: NormArgs) -> bool:
+    """Return whether launches can be repeated; `addresses` is the bitwise or of all addresses."""
     weight, bias = args.weight, args.bias
     return (
-        place % 16 == 0
+        addresses % 16 == 0
         and args.x.get_device() == current_device()
         and not hooks.calls
         and (weight is None or weight.is_contiguous())
@@ -217,7 +217,7 @@ def _is_usual(place: int, args: NormArgs) -> bool:
 def _prepare(
     launched: Sequence[Launched], names: Sequence[str], expected: Any, facts: Any
 ) -> _Pass | None:
-    """Prepare the launches of a pass; None where they are not those that are expected."""
+    """Prepare the launches of a pass; return None if they are not the `expected` kernels."""
     before, after = expected
     if launched and launched[0].kernel.__name__ == _SIGN:
         before = _SIGN, *before
@@ -226,7 +226,7 @@ def _prepare(
     merge = launched[len(before) - 1].named()
     partials: Tensor = merge["partials"]
     slots = {name: k for k, name in enumerate(names, 1)}
-    # The first slot: before the message its length, then the sum.
+    # Slot 0 is the length of the message before the allreduce, and the sum after it.
     prepared = (
         prepare(launched[: len(before)], slots | {"length": 0}),
         prepare(launched[len(before) :], slots | {"summed": 0, "looked_at": 0}),
@@ -240,7 +240,7 @@ def _prepare(
 
 
 def prepare(launched: Sequence[Launched], slots: dict[str, int]) -> Any:
-    """Prepare launches for the core; None where it cannot run them, or is missing."""
+    """Prepare launches for the C core; return None if it cannot run them, or is missing."""
     rows: list[tuple[Any, ...]] = []
     if prepare_launches is None:
         return None
@@ -253,7 +253,7 @@ def prepare(launched: Sequence[Launched], slots: dict[str, int]) -> Any:
                 return None
             if v is not None:  # Triton leaves these out
                 given.append((slots.get(name, -1), 0 if name in slots else v))
-        # Parameters of Triton's own come last: addresses of memory that these kernels do not use.
+        # Triton's hidden parameters come last: addresses of memory that these kernels do not use.
         for hidden in ("global_scratch_size", "profile_scratch_size"):
             if getattr(metadata, hidden, None):
                 return None

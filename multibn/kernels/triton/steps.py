@@ -3,12 +3,12 @@
 A step is dozens of operations on C numbers: one launch each would take longer than the passes over
 a small activation.
 
-A program handles BLOCK of the C channels; the first program writes what is not of one channel, too.
-Arithmetic is float64, whatever the dtype of parameters and running statistics. The coefficients of
-the passes are rounded once, to the dtype of the passes' arithmetic.
+A program handles BLOCK of the C channels; the first program also writes the values that belong to
+no channel. Arithmetic is float64, whatever the dtype of parameters and running statistics. The
+coefficients of the passes are rounded once, to the dtype of the passes' arithmetic.
 
-Triton would pass a Python float in float32, so a number comes as its 64 bits in an int64, or as the
-address of a tensor with one element.
+Triton would pass a Python float in float32, so a number is passed as its 64 bits in an int64, or
+as the address of a tensor with one element.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -38,9 +38,9 @@ def merge_moments(
     partials, numbers, rank_weight, count, mark, start, length, fingerprint, splits, C,
     BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
-    """The forward message, from the sums of `passes.moments`.
+    """Write the forward message, from the sums of `passes.moments`.
 
-    The splits' moments are added up about a split's centre, which is near the mean.
+    The splits' moments are added up about the centre of one split, which is near the mean.
     """
     c, exists = _channels(C, BLOCK)
     size = splits * C
@@ -81,10 +81,10 @@ def merge_sums(
     partials, mean, var, weight, bias, coefficients, numbers, dweight, dbias, start, length,
     fingerprint, eps, splits, C, BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
-    """The backward message, from the sums of `passes.backward_sums`.
+    """Write the backward message, from the sums of `passes.backward_sums`.
 
-    And the coefficients of the passes. `dweight` and `dbias`, which get this rank's gradients, may
-    be None.
+    Also writes the coefficients of the passes, and this rank's gradients into `dweight` and
+    `dbias`, which may be None.
     """
     c, exists = _channels(C, BLOCK)
     first_sum = tl.zeros((1, BLOCK), tl.float64)
@@ -121,10 +121,10 @@ def finish_forward(
     running_var, num_batches, looked_at, rank_weight, count, eps, momentum, factor, length, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """The statistics in a message, the coefficients of the passes, and `update_running`.
+    """Write the statistics and the coefficients of the passes; update the running statistics.
 
-    `looked_at`, of a `length`, is the message, or the `nonfinite_flags` of a long one: every
-    program reads all of it. `weight`, `bias`, and what is moved may be None.
+    `looked_at`, with `length` numbers, is the message, or the `nonfinite_flags` of a long message:
+    every program reads all of it. `weight`, `bias` and the running statistics may be None.
     """
     c, exists = _channels(C, BLOCK)
     gap = _gap(looked_at, length)
@@ -150,7 +150,7 @@ def finish_forward(
 
 @_step
 def coefficients_of(mean, var, weight, bias, coefficients, eps, C, BLOCK: constexpr):
-    """The coefficients of the passes."""
+    """Write the coefficients of the passes."""
     c, exists = _channels(C, BLOCK)
     m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
     _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
@@ -160,7 +160,7 @@ def coefficients_of(mean, var, weight, bias, coefficients, eps, C, BLOCK: conste
 def gradient_coefficients(
     summed, mean, var, weight, element_weight, coefficients, eps, C, BLOCK: constexpr
 ):
-    """Do as `reference.gradient_coefficients`, for the code of a compiler; `weight` may be None."""
+    """Implement `reference.gradient_coefficients`, for compiled code; `weight` may be None."""
     c, exists = _channels(C, BLOCK)
     DTYPE = coefficients.dtype.element_ty
     m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
@@ -185,7 +185,7 @@ def number(v):
 
 @triton.jit
 def _gap(numbers, length):
-    """0, or NaN if one of the numbers is a mark: see `skipped` of kernels/steps.py."""
+    """Return 0, or NaN if one of the numbers is a mark: see `skipped` of kernels/steps.py."""
     gap = tl.zeros((1024,), tl.float64)
     for first in range(0, length, 1024):
         i = first + tl.arange(0, 1024)
@@ -196,21 +196,21 @@ def _gap(numbers, length):
 
 @triton.jit
 def _channels(C, BLOCK: constexpr):
-    """This program's channels, a row, and which of these exist."""
+    """Return this program's channels, as a row, and which of them exist."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     return c, c < C
 
 
 @triton.jit
 def _splits(first, splits, c, C, SPLITS: constexpr):
-    """Where the sums of some splits stand, and which are there."""
+    """Return the offsets of some splits' sums, and which of them exist."""
     split = first + tl.arange(0, SPLITS)[:, None]
     return split * C + c, (split < splits) & (c < C)
 
 
 @triton.jit
 def _store_around(numbers, start, payload, length, fingerprint):
-    """The fingerprint's two numbers before a payload, if these have room, and zeros behind it."""
+    """Write the head before a payload, if there is room for it, and zeros after the payload."""
     v = number(fingerprint)
     for first in range(0, length, 1024):
         i = first + tl.arange(0, 1024)
@@ -221,7 +221,7 @@ def _store_around(numbers, start, payload, length, fingerprint):
 
 @triton.jit
 def _store_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps):
-    """The coefficients, see `passes`, of which the last two are returned."""
+    """Write the coefficients, see `passes`; return the last two in float64."""
     DTYPE = coefficients.dtype.element_ty
     centre = mean.to(DTYPE)
     remainder = mean - centre.to(tl.float64)

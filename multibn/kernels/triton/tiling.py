@@ -1,4 +1,4 @@
-"""The division of a pass over an activation among the programs of Triton, see `passes`."""
+"""Divide a pass over an activation among Triton's programs, see `passes`."""
 
 import math
 from functools import lru_cache
@@ -11,14 +11,14 @@ import triton.language as tl
 from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.wire import forward_payload
 
-# The dtypes of activations, with that of the arithmetic.
+# The dtypes of activations, and the dtype of the arithmetic for each.
 DTYPES = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32)
 DTYPES[torch.float64] = torch.float64
 _LANGUAGE = {torch.float32: tl.float32, torch.float64: tl.float64}
 _TILE = 2048  # elements: 16 for each thread of Triton's 4 warps
 _VECTOR = 16  # bytes that a thread reads at once
-# Programs per multiprocessor. Those of a reduction run all at once; elementwise passes have many,
-# for load balance.
+# Programs per multiprocessor. All programs of a reduction run at once; elementwise passes have more
+# programs, for load balance.
 _SUMS, _ELEMENTWISE = 4, 32
 _MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `passes.moments`
 _PARTIALS = 0.1  # the most memory traffic that partial sums may add to a pass
@@ -55,10 +55,10 @@ def tilings_of(
     device: torch.device,
     is_masked: bool = False,
 ) -> Tilings | None:
-    """The tilings; None if the kernels cannot take such activations."""
+    """Return the tilings; None if the kernels do not support such activations."""
     sizes = sizes_in_memory(shape, strides, axis)
     reduced = [strides[i] for i in axis if shape[i] > 1]
-    # The elements of a channel must be in memory as those of a mask.
+    # A channel's elements must have the same order in memory as a mask's.
     in_order = not is_masked or reduced == sorted(reduced, reverse=True)
     if sizes is None or 0 in shape or dtype not in DTYPES or not in_order:
         return None
@@ -83,7 +83,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, programs: int) -> Tiling:
-    """Programs that sum: as many as run at a time, but few enough for small arrays of sums."""
+    """Return a tiling for sums: as many programs as run at once, but not too many partial sums."""
     N, C, S = sizes
     # Four numbers of each split are written and read.
     partials, traffic = 2 * 4 * DTYPES[dtype].itemsize, N * S * dtype.itemsize
@@ -103,11 +103,11 @@ def _tiling(
     max_splits: int = 1 << 30,
     max_tiles: int = 1 << 30,
 ) -> Tiling:
-    """Tiles for about so many programs; `cols` is for channels that come last."""
+    """Return a tiling with about this many programs; `cols` is for channels that come last."""
     N, C, S = sizes
     vector = _vector(sizes, dtype)
     width = C * S if columns else S
-    # Of a plane that begins inside of a vector.
+    # For planes that begin inside a vector.
     slack = 0 if columns or S % vector == 0 else vector
     cols = min(triton.next_power_of_2(width + slack), (512, cols, 256)[columns], _TILE)
     rows = min(triton.next_power_of_2(N), _TILE // cols)
@@ -116,7 +116,7 @@ def _tiling(
     per_program = max(triton.cdiv(tiles * blocks, programs), triton.cdiv(tiles, max_splits))
     per_program = min(per_program, tiles, max_tiles)
     splits = triton.cdiv(tiles, per_program)
-    per_program = triton.cdiv(tiles, splits)  # in equal shares: the last program has no empty ones
+    per_program = triton.cdiv(tiles, splits)  # equal shares: no program is left without tiles
     constants = {
         "ROWS": rows,
         "COLS": cols,
@@ -131,5 +131,5 @@ def _tiling(
 
 
 def _vector(sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """How many elements a thread reads at once: rows begin at their multiples."""
+    """Return how many elements a thread reads at once; rows begin at multiples of this."""
     return math.gcd(sizes[1] * sizes[2], _VECTOR // dtype.itemsize)
