@@ -97,7 +97,7 @@ class PreciseBNHook(Hook):
     def update(self, runner: Any) -> None:
         """Run precise batch norm now. Collective."""
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-        options = _options(runner)
+        options = _forward_options(runner)
         wrapper = runner.optim_wrapper
         has_precision = isinstance(wrapper, OptimWrapper)
         precision = wrapper.optim_context(model) if has_precision else nullcontext()
@@ -110,7 +110,7 @@ class PreciseBNHook(Hook):
             else:
                 model(*batch, **options)
 
-        loader, stream = runner.train_dataloader, _stream(runner)
+        loader, stream = runner.train_dataloader, _endless_stream(runner)
         limit = {"num_samples": self.num_samples}
         if batch_size := _batch_size(loader):
             limit = {"num_iters": -(-self.num_samples // (batch_size * get_world_size()))}
@@ -128,13 +128,13 @@ class PreciseBNHook(Hook):
             )
 
 
-def _options(runner: Any) -> dict[str, str]:
+def _forward_options(runner: Any) -> dict[str, str]:
     """How the model is called: in its mode "loss", if this is how it is trained."""
     trained = runner.model
     if isinstance(trained, MMSeparateDistributedDataParallel):
         trained = trained.module
-    own_step = getattr(type(trained), "train_step", None) is not BaseModel.train_step
-    return {} if own_step and not is_model_wrapper(trained) else {"mode": "loss"}
+    has_own_step = getattr(type(trained), "train_step", None) is not BaseModel.train_step
+    return {} if has_own_step and not is_model_wrapper(trained) else {"mode": "loss"}
 
 
 def _batch_size(loader: Any) -> int | None:
@@ -143,7 +143,7 @@ def _batch_size(loader: Any) -> int | None:
     return next((size for s in samplers if (size := getattr(s, "batch_size", None))), None)
 
 
-def _stream(runner: Any) -> Any:
+def _endless_stream(runner: Any) -> Any:
     """IterBasedTrainLoop's endless iterator, if a loop beside it could end it, else None."""
     loader: Any = runner.train_dataloader
     batches = loader.batch_sampler if isinstance(loader, data.DataLoader) else None

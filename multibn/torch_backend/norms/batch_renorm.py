@@ -50,8 +50,8 @@ class SyncBatchRenormBase(modules.SyncBatchNorm):
     def forward(
         self, input: Tensor, residual: Any = None, *, mask: Any = None, lengths: Any = None
     ) -> Tensor:
-        kept: Any = self.running_mean, self.running_var, self.num_batches_tracked, self.clips
-        if not self.training or kept[0] is None or isinstance(input, fx.Proxy):
+        buffers: Any = self.running_mean, self.running_var, self.num_batches_tracked, self.clips
+        if not self.training or buffers[0] is None or isinstance(input, fx.Proxy):
             return super().forward(input, residual, mask=mask, lengths=lengths)
         sharing: Any = self.num_features, self.layer_communicator
         try:
@@ -60,7 +60,7 @@ class SyncBatchRenormBase(modules.SyncBatchNorm):
         except (TypeError, ValueError) as error:
             validation.raise_on_all_ranks(error, input, *sharing)
         where = validation.mask_of(input, mask, lengths, *sharing)
-        mean, var, n, clips = read_once(input, *kept)
+        mean, var, n, clips = read_once(input, *buffers)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         args = self._as_input(x, None, where)._replace(weight=None, bias=None)
         y, batch = functional.normalize_with_batch_stats(args, *sharing, weighting=self.weighting)

@@ -29,7 +29,7 @@ def run_recomputed(
     run = Run()
     for branch in branches:
         stream, x = streams[branch.target], streams[1 - branch.target]
-        y = _Couple.apply(run, branch, stream, x, *cond, *branch.parameters)
+        y = _AddBranch.apply(run, branch, stream, x, *cond, *branch.parameters)
         if y.requires_grad and run.first is None:
             run.first = len(run.branches) - 1
         streams[branch.target] = y
@@ -55,8 +55,7 @@ class Run:
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Gradients of branch `index`, for its stream, `cond` and parameters; then undo the branch.
 
-        `dy` is the gradient of the stream after the branch; `needed` says which gradients to
-        compute.
+        `dy` is the gradient of the stream after the branch. `needed` selects the results.
         """
         while self._position > index + 1:
             branch = self.branches[self._position - 1]
@@ -71,39 +70,39 @@ class Run:
             t.detach().requires_grad_(need) if isinstance(t, Tensor) else t
             for t, need in zip((x, *self.cond, *branch.parameters), needed, strict=True)
         ]
-        count = 1 + len(self.cond)
-        with torch.enable_grad(), branch.replaying(inputs[count:]):
+        end_of_cond = 1 + len(self.cond)
+        with torch.enable_grad(), branch.replaying(inputs[end_of_cond:]):
             # A view: torch's FlopCounterMode, for one, cannot hook a leaf of autograd.grad.
-            added = branch(stream, inputs[0].view_as(inputs[0]), inputs[1:count])
-        _refuse_foreign(branch, added, inputs)
-        ends = [get_gradient_edge(added)] if added.requires_grad else []
+            residual = branch(stream, inputs[0].view_as(inputs[0]), inputs[1:end_of_cond])
+        _check_leaves(branch, residual, inputs)
+        outputs = [get_gradient_edge(residual)] if residual.requires_grad else []
         if index != self.first:
-            self._undo(branch, added.detach())
-        del stream, x, added  # memory is at its peak in the next lines
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and ends]
-        grads = iter(torch.autograd.grad(ends, wanted, dy, allow_unused=True) if wanted else ())
+            self._undo(branch, residual.detach())
+        del stream, x, residual  # memory is at its peak in the next lines
+        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and outputs]
+        grads = iter(torch.autograd.grad(outputs, wanted, dy, allow_unused=True) if wanted else ())
         return [next(grads, None) if need else None for need in needed]
 
-    def _undo(self, branch: ResidualBranch, added: Tensor) -> None:
-        self.streams[branch.target] = self.streams[branch.target] - added
+    def _undo(self, branch: ResidualBranch, residual: Tensor) -> None:
+        self.streams[branch.target] = self.streams[branch.target] - residual
         self._position -= 1
 
 
-class _Couple(torch.autograd.Function):
-    """A stream plus a branch's result; saves no tensor."""
+class _AddBranch(torch.autograd.Function):
+    """Add a branch's output to its stream; saves no tensor."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, branch: ResidualBranch, stream: Tensor, x: Tensor, *others: Any
+        ctx: Any, run: Run, branch: ResidualBranch, stream: Tensor, x: Tensor, *arguments: Any
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.run, ctx.index = run, len(run.branches)
-        given = (x, *others[: len(others) - len(branch.parameters)])
-        inputs = [t.detach() if isinstance(t, Tensor) else t for t in given]
+        read = (x, *arguments[: len(arguments) - len(branch.parameters)])
+        inputs = [t.detach() if isinstance(t, Tensor) else t for t in read]
         with branch.recording([t for t in inputs if isinstance(t, Tensor)]):
-            added = branch(stream, inputs[0], inputs[1:])
+            residual = branch(stream, inputs[0], inputs[1:])
         run.branches.append(branch)
-        return stream + added
+        return stream + residual
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -131,31 +130,31 @@ class _SaveStreams(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         tensors = [c if isinstance(c, Tensor) else None for c in cond]
-        ctx.run, ctx.others = run, [None if isinstance(c, Tensor) else c for c in cond]
+        ctx.run, ctx.cond = run, [None if isinstance(c, Tensor) else c for c in cond]
         ctx.save_for_backward(first, second, *tensors)
         return first, second
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         first, second, *tensors = ctx.saved_tensors
-        cond = [c if t is None else t for t, c in zip(tensors, ctx.others, strict=True)]
+        cond = [c if t is None else t for t, c in zip(tensors, ctx.cond, strict=True)]
         ctx.run.restore([first, second], cond)
         return None, *grad_outputs, *[None] * len(cond)
 
 
-def _refuse_foreign(branch: ResidualBranch, added: Tensor, inputs: Sequence[Any]) -> None:
-    """Raise if `added` depends on leaves other than `inputs`, whose gradients would be lost."""
-    own = {id(t) for t in inputs}
+def _check_leaves(branch: ResidualBranch, residual: Tensor, inputs: Sequence[Any]) -> None:
+    """Raise if `residual` depends on leaves other than `inputs`, whose gradients would be lost."""
+    allowed = {id(t) for t in inputs}
     seen: set[Any] = set()
-    waiting: list[Any] = [added.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    nodes: list[Any] = [residual.grad_fn]
+    while nodes:
+        node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in allowed:
             raise RuntimeError(
                 f"{branch} reads a tensor of shape {tuple(node.variable.shape)} that needs a "
                 "gradient and is neither among its parameters nor in `cond`. Pass it in `cond`."
             )
-        waiting += [following for following, _ in node.next_functions]
+        nodes += [following for following, _ in node.next_functions]

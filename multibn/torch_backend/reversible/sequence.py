@@ -138,8 +138,8 @@ class ReversibleSequence(nn.Module):
         the same in training: dropout draws new numbers, and batch norms count the batch again.
         Raises RuntimeError if samples would be dropped (`drop_path` in training).
         """
-        streams, seen = _streams(y1, y2, self.stream_dtype)
-        for branch in [*self._branches(range(len(self.layers)), streams, seen)][::-1]:
+        streams, input_dtype = _streams(y1, y2, self.stream_dtype)
+        for branch in [*self._branches(range(len(self.layers)), streams, input_dtype)][::-1]:
             if branch.scale is not None:
                 raise RuntimeError(
                     f"`inverse` needs `drop_path=0` in training: {branch} drops other samples in "
@@ -147,14 +147,14 @@ class ReversibleSequence(nn.Module):
                 )
             stream, x = streams[branch.target], streams[1 - branch.target]
             streams[branch.target] = stream - branch(stream, x, cond)
-        return streams[0].to(seen), streams[1].to(seen)
+        return streams[0].to(input_dtype), streams[1].to(input_dtype)
 
-    def _run(self, which: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
+    def _run(self, indices: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
         """Run only some of the layers."""
         check_choice("mode", self.mode, Mode)
         streams, input_dtype = _streams(x1, x2, self.stream_dtype)
-        branches = self._branches(which, streams, input_dtype)
-        if self._recomputes(which):
+        branches = self._branches(indices, streams, input_dtype)
+        if self._recomputes(indices):
             # Here, because its import takes seconds.
             from multibn.torch_backend.reversible.coupling import run_recomputed
 
@@ -165,21 +165,21 @@ class ReversibleSequence(nn.Module):
                 streams[branch.target] = stream + branch(stream, x, cond)
         return streams[0].to(input_dtype), streams[1].to(input_dtype)
 
-    def _recomputes(self, which: range) -> bool:
+    def _recomputes(self, indices: range) -> bool:
         if self.mode == "stored" or not torch.is_grad_enabled():
             return False
         # Not is_exporting(), which is true in torch.compile for torch 2.10 and 2.11.
-        exports = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
-        if torch.jit.is_tracing() or exports:
+        is_exporting = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+        if torch.jit.is_tracing() or is_exporting:
             return False
-        modules = (getattr(self.layers[index], name) for index in which for name in "FG")
+        modules = (getattr(self.layers[index], name) for index in indices for name in "FG")
         return self.mode == "reversible" or any(module.training for module in modules)
 
     def _branches(
-        self, which: range, streams: Sequence[Tensor], input_dtype: torch.dtype
+        self, indices: range, streams: Sequence[Tensor], input_dtype: torch.dtype
     ) -> Iterator[ResidualBranch]:
         """F and G of each block; each draws its dropped samples when the iteration reaches it."""
-        for index in which:
+        for index in indices:
             scale = None
             for target, name in enumerate("FG"):
                 module: nn.Module = getattr(self.layers[index], name)

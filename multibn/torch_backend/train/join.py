@@ -88,7 +88,7 @@ class Joined:
         try:
             for step in steps:
                 self.exhausted = step.batch is END
-                yield _copied(placeholder[0]) if self.exhausted else step.batch
+                yield _copy_batch(placeholder[0]) if self.exhausted else step.batch
                 if self._steps is not steps:
                     raise RuntimeError(
                         "this join() loop was resumed after another one had started or its `with` "
@@ -214,20 +214,20 @@ def join(
 
 
 def _make_empty_batch(batch: Any) -> Any:
-    def empty(leaf: Any) -> Any:
+    def empty_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            part = leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf
-            return part.requires_grad_(leaf.requires_grad)
+            emptied = leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf
+            return emptied.requires_grad_(leaf.requires_grad)
         if isinstance(leaf, (str, bytes, Number, type(None))):
             return leaf
-        raise _not_emptied("contain only tensors, numbers, strings and None", leaf)
+        raise _cannot_empty("contain only tensors, numbers, strings and None", leaf)
 
     if not any(t.ndim for t in tensors_in(batch)):
-        raise _not_emptied("contain a tensor whose first dimension is the batch", batch)
-    return _map_leaves(empty, batch)
+        raise _cannot_empty("contain a tensor whose first dimension is the batch", batch)
+    return _map_leaves(empty_leaf, batch)
 
 
-def _not_emptied(wanted: str, got: Any) -> TypeError:
+def _cannot_empty(wanted: str, got: Any) -> TypeError:
     return TypeError(
         f"a batch must {wanted}: got {type(got).__qualname__}. Pass `empty`, a function "
         "that returns an empty batch like its argument."
@@ -247,16 +247,16 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return [batch] if isinstance(batch, Tensor) else []
 
 
-def _copied(placeholder: Any) -> Any:
+def _copy_batch(placeholder: Any) -> Any:
     """A placeholder that the body of a loop may change."""
 
-    def copied(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
     with suppress(TypeError):  # of a class that cannot be made anew
-        return _map_leaves(copied, placeholder)
+        return _map_leaves(copy_leaf, placeholder)
     return placeholder
 
 
@@ -274,7 +274,7 @@ def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
         try:
             return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
         except TypeError as error:  # of a constructor of its own
-            raise _not_emptied(
+            raise _cannot_empty(
                 "use list and tuple types that can be constructed from an iterable", batch
             ) from error
     return function(batch)

@@ -181,11 +181,11 @@ def sync_running_stats(
     def flat(buffers: Iterable[Tensor]) -> Tensor:
         return flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
 
-    def total(a: Tensor) -> Tensor:
+    def checked_sum(a: Tensor) -> Tensor:
         summed = at(communicator, "sync_running_stats").allreduce(a)
-        is_wrong = ~(summed.abs() < wire.LARGEST_SUM)
-        if is_wrong.any():
-            first = int(is_wrong.nonzero()[0])
+        is_invalid = ~(summed.abs() < wire.LARGEST_SUM)
+        if is_invalid.any():
+            first = int(is_invalid.nonzero()[0])
             names = [name for name, m in layers.items() for _ in range(m.running_mean.numel())]
             where = describe_ranks(summed[first : first + 1].tolist(), communicator.size)
             raise FloatingPointError(
@@ -196,15 +196,15 @@ def sync_running_stats(
         return summed
 
     mean, var = flat(means), flat(variances)
-    is_sound = mean.isfinite() & var.isfinite() & (var >= 0)
-    mean = torch.where(is_sound, mean, wire.rank_bit(rank))
+    is_valid = mean.isfinite() & var.isfinite() & (var >= 0)
+    mean = torch.where(is_valid, mean, wire.rank_bit(rank))
     if how == "broadcast":
-        every = (m.num_batches_tracked for m in layers.values())
-        counters = [counter for counter in every if counter is not None]
+        counters_or_none = (m.num_batches_tracked for m in layers.values())
+        counters = [counter for counter in counters_or_none if counter is not None]
         buffers = [*means, *variances, *counters]
         mine = torch.cat([mean, var, flat(counters)] if counters else [mean, var])
         # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
-        result = total(mine if rank == 0 else torch.zeros_like(mine))
+        result = checked_sum(mine if rank == 0 else torch.zeros_like(mine))
     else:
         buffers = [*means, *variances]
         # An instance norm's statistics are means over samples, each with a variance of its own.
@@ -213,7 +213,7 @@ def sync_running_stats(
             for m in layers.values()
         )
         result = torch.cat(
-            pool_running(mean, var, lambda a: total(a) / communicator.size, between=between)
+            pool_running(mean, var, lambda a: checked_sum(a) / communicator.size, between=between)
         )
     for buffer, part in zip(buffers, unflatten_dense_tensors(result, buffers), strict=True):
         buffer.copy_(part)
@@ -290,19 +290,19 @@ def average_gradients(
         {"shape": str(tuple(p.shape)), "dtype": str(dtype), "requires_grad": str(p.requires_grad)}
         for p, dtype in zip(parameters, dtypes, strict=True)
     ]
-    is_alike, _ = all_ranks_agree(communicator, "average_gradients", repr(facts))
-    if not is_alike:
+    is_equal, _ = all_ranks_agree(communicator, "average_gradients", repr(facts))
+    if not is_equal:
         described = {next(names, f"parameters[{i}]"): each for i, each in enumerate(facts)}
         raise RuntimeError(
             "`parameters` must have the same order, shapes, dtypes and requires_grad on all ranks. "
             f"{differences(described, communicator)}. Build and freeze the model identically on "
             "all ranks, and do not pass a set."
         )
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for p, dtype in zip(parameters, dtypes, strict=True):
         if p.requires_grad:
-            alike[dtype, p.device].append(p)
-    for (dtype, _), group in alike.items():
+            by_kind[dtype, p.device].append(p)
+    for (dtype, _), group in by_kind.items():
         gradients = flatten_dense_tensors(
             [
                 (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).to(dtype)

@@ -84,8 +84,8 @@ class ReversibleMViT(ReversibleSequence):
         # In evaluation, attention that can be differentiated twice: torch's fused kernels cannot.
         # Not in training, whose recomputation is without gradients at first and with gradients
         # then, and would use two kernels.
-        twice = not self.training and torch.is_grad_enabled()
-        with sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
+        double_backward = not self.training and torch.is_grad_enabled()
+        with sdpa_kernel(SDPBackend.MATH) if double_backward else nullcontext():
             for index, layer in enumerate(self.layers):
                 if isinstance(layer, StageTransitionBlock):
                     x, thw = layer(self._stage(range(first, index), x, thw), thw)
@@ -93,12 +93,12 @@ class ReversibleMViT(ReversibleSequence):
             x = self._stage(range(first, len(self.layers)), x, thw)
         return F.dropout(x, self.dropout, self.training)
 
-    def _stage(self, which: range, x: Tensor, thw: Grid) -> Tensor:
+    def _stage(self, indices: range, x: Tensor, thw: Grid) -> Tensor:
         """Run reversible layers with both streams from `x`; returns the streams side by side."""
-        return torch.cat(self._run(which, x, x, thw), dim=-1)
+        return torch.cat(self._run(indices, x, x, thw), dim=-1)
 
-    def _recomputes(self, which: range) -> bool:
-        return self.training and super()._recomputes(which)
+    def _recomputes(self, indices: range) -> bool:
+        return self.training and super()._recomputes(indices)
 
 
 class PatchEmbed(nn.Module):
@@ -261,12 +261,12 @@ class RevMViT(nn.Module):
         return normalize_last_axis(self.norm, x).mean(1)
 
 
-def resize_positions(positions: Tensor, thw: Grid, to: Grid) -> Tensor:
+def resize_positions(positions: Tensor, thw: Grid, new_thw: Grid) -> Tensor:
     """Position embeddings `(1, T*H*W, C)` of grid `thw`, interpolated trilinearly for grid `to`."""
-    if thw == to:
+    if thw == new_thw:
         return positions
     volume = positions.unflatten(1, thw).movedim(-1, 1)
-    return F.interpolate(volume, size=to, mode="trilinear").flatten(2).transpose(1, 2)
+    return F.interpolate(volume, size=new_thw, mode="trilinear").flatten(2).transpose(1, 2)
 
 
 def sincos_positions(dim: int, thw: Grid) -> Tensor:
