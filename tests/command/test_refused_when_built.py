@@ -51,7 +51,8 @@ COUNT = Wrong((-1, *ANY_INT.values))  # from 0
 POSITIVE_INT = Wrong((0, *COUNT.values))
 CHOICE = Wrong(("nothing", 3, True, None))
 BOOL = Wrong(("no", 2, 0.5, None))
-INTS = Wrong(((0, 1, 1), (1.5, 1, 1), ("1", 1, 1), (True, 1, 1)))  # positive, one for each axis
+# Positive, one for each axis.
+INTS = Wrong(((0, 1, 1), (1.5, 1, 1), ("1", 1, 1), (True, 1, 1), (1, 1), 3))
 ANYTHING = Wrong(())
 _OPTIMIZER = torch.optim.SGD(nn.Linear(1, 1).parameters())
 MODEL = Wrong(
@@ -72,7 +73,7 @@ _RULES = {
     "num_sync_devices": Wrong(_NOT_INTS),
     "rmax": Wrong((0.5, *_NOT_NUMBERS, inf)),
     "dmax": Wrong((-0.5, *_NOT_NUMBERS, inf)),
-    "schedule": Wrong(((0, 1), (-1, 0, 0), (0.5, 1, 1), 3)),
+    "schedule": Wrong(((0, 1), (-1, 0, 0), (0.5, 1, 1), (2, 1, 3), (2, 3, 1), 3)),
     "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
     "running_mean": Wrong((3, "no", torch.ones(4, 1))),
     "instance_norms": Wrong((("absent",), (3,))),
@@ -84,11 +85,11 @@ _RULES = {
     "patch_kernel patch_stride pool_kv_stride_adaptive pool_kvq_kernel": INTS,
     "patch_padding": Wrong(((-1, 1, 1), *INTS.values[1:])),
     "pool_q_stride pool_kv_stride": Wrong(
-        (((1, 0, 1, 1),), ((1, 2.5, 1, 1),), ((1, "2", 1, 1),), ((-1, 1, 1, 1),))
+        (((1, 0, 1, 1),), ((1, 2.5, 1, 1),), ((1, "2", 1, 1),), ((-1, 1, 1, 1),), 3)
     ),
-    "dim_mul head_mul": Wrong((((1, 0),), ((1, nan),), ((1, "2"),), ((-1, 2),), ((1.0, 2),))),
+    "dim_mul head_mul": Wrong((((1, 0),), ((1, nan),), ((1, "2"),), ((-1, 2),), ((1.0, 2),), 2)),
     "drop_path": Wrong(((0.1, 1.0), (0.1, -0.5), (0.1, nan), (0.1, "0.1"), (0.1, True), (0.1,))),
-    "buffer_layers": Wrong(((-1,), ("1",), (0.5,), (True,))),
+    "buffer_layers": Wrong(((-1,), ("1",), (0.5,), (True,), 1)),
     "model module link target": MODEL,
     "parameters": Wrong((_OPTIMIZER,), "`parameters` must be tensors: got SGD. Pass the model"),
     # No numbers, no choices: arrays, functions, names, and what torch or Chainer refuses.

@@ -21,16 +21,16 @@ from multibn.torch_backend.layer.base import SyncNormBase
 
 
 class MultiBNLayerSync(LayerSync):
-    """Synchronizes the batch norms of a model during `fit`, on CPU, too.
+    """Synchronizes the batch norms of a model during `fit`, also on CPU.
 
-    For strategies that apply layer plugins: DDPStrategy and FSDPStrategy. ModelParallelStrategy and
-    DeepSpeedStrategy apply none: there, call `apply` in the module's `configure_model`. `fit`
-    raises RuntimeError if nobody has applied the plugin. After fitting, the layers have their
-    original classes again (a `SyncBatchNorm` that the model had before becomes a
-    `BatchNorm`). Do not pass `sync_batchnorm=True` to the trainer as well.
+    DDPStrategy and FSDPStrategy apply layer plugins. ModelParallelStrategy and DeepSpeedStrategy do
+    not: there, call `apply` in the module's `configure_model`. `fit` raises RuntimeError if the
+    plugin was not applied. After fitting, the layers have their original classes again (a
+    `SyncBatchNorm` that the model had before becomes a `BatchNorm`). Do not also pass
+    `sync_batchnorm=True` to the trainer.
 
-    The parameters are those of `multibn.torch.convert_sync_batchnorm`, and wrong ones raise
-    the same errors.
+    The parameters are those of `multibn.torch.convert_sync_batchnorm`, and invalid ones raise the
+    same errors.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class MultiBNLayerSync(LayerSync):
     """
 
     def __init__(self, process_group: CommunicatorLike = None, **options: Any) -> None:
-        convert_sync_batchnorm(nn.BatchNorm1d(1), process_group, **options)  # refuses wrong ones
+        convert_sync_batchnorm(nn.BatchNorm1d(1), process_group, **options)  # raises if invalid
         self.options = options
         self.process_group = process_group
         self.is_applied = False
@@ -58,46 +58,45 @@ class MultiBNLayerSync(LayerSync):
 
 
 def _on_train_start(strategy: Strategy) -> None:
-    """Raise if a strategy has a `MultiBNLayerSync`, and nobody has applied it to the model."""
+    """Raise if the strategy has a `MultiBNLayerSync` that was not applied to the model."""
     plugin, module = getattr(strategy, "_layer_sync", None), strategy.lightning_module
     if isinstance(plugin, MultiBNLayerSync) and not plugin.is_applied and module is not None:
         norms = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         local = {name: type(m).__qualname__ for name, m in norms if not isinstance(m, SyncNormBase)}
         if local:
-            found = list_obstacles(local, "layer(s) keep the statistics of their rank")
+            found = list_obstacles(local, "layer(s) are not synchronized")
             raise RuntimeError(
-                f"{type(strategy).__name__} does not apply layer plugins, MultiBNLayerSync among "
-                f"them: {found} Call `apply` of the plugin, or convert_sync_batchnorm, in the "
-                "module's `configure_model`."
+                f"{type(strategy).__name__} does not apply layer plugins, such as "
+                f"MultiBNLayerSync: {found} Call `plugin.apply(model)` or convert_sync_batchnorm "
+                "in the module's `configure_model`."
             )
     _lightnings_on_train_start(strategy)
 
 
-# Lightning tells a plugin neither its strategy nor that training begins; every strategy has this
-# hook.
+# Lightning calls no method of a plugin when training starts; every strategy has this method.
 _lightnings_on_train_start = Strategy.on_train_start
 Strategy.on_train_start = _on_train_start  # type: ignore[assignment, method-assign]
 
 
 class PreciseBN(Callback):
-    """Replaces running statistics by those of training data under the current weights.
+    """Replaces running statistics by statistics of the training data with the current weights.
 
-    Runs after the last batch of an epoch, before the validation and the checkpoints of that epoch.
-    The batches are those of `trainer.train_dataloader`, a single loader, on the trainer's device
-    and in its precision; `limit_train_batches` does not limit them.
-    Collective: every rank runs it at the same time.
+    Runs after the last batch of an epoch, before that epoch's validation and checkpoints. The
+    batches come from `trainer.train_dataloader`, a single loader, on the trainer's device and in
+    the trainer's precision. `limit_train_batches` does not limit them.
+    Collective: every rank runs this callback at the same time.
 
     Parameters
     ----------
     num_samples, estimator, forward_fn
-        As `multibn.torch.update_bn_stats`; `num_samples` is over all ranks.
+        As for `multibn.torch.update_bn_stats`; `num_samples` counts the samples of all ranks.
     every_n_epochs
-        Runs every this many epochs, and after epoch `max_epochs`.
+        Number of epochs between runs; the callback also runs after epoch `max_epochs`.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument has another type or value than those above.
+        If an argument is not valid.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The loaders of frameworks, read by a hook while they serve training."""
+"""Read a training loader a second time, while training iterates over it."""
 
 import copy
 from typing import Any
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 
 def second_reader(data_loader: Any, /) -> Any:
-    """A loader of the same data with its own workers, for a pass during another one.
+    """Return a loader of the same data with separate workers, for a loop inside a loop.
 
     A DataLoader with persistent workers has only one iterator. A second loop over the same loader
     would restart the first loop's iterator.

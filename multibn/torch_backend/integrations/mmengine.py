@@ -1,13 +1,13 @@
 """mmengine: synchronized layers for `norm_cfg`, and a hook for precise batch norm.
 
-Both are in the scope "multibn" (multibn/registry.py), so that a config of mmpretrain, mmdet or any
-other project names them alike and needs no import::
+Both are in the scope "multibn" (multibn/registry.py). A config of mmpretrain, mmdet or any other
+project uses the same names and needs no import::
 
     norm_cfg = dict(type="multibn.SyncBatchNorm")
     custom_hooks = [dict(type="multibn.PreciseBNHook", num_samples=8192)]
 
-Further arguments of the layer may follow `type`: process_group="machine" shares statistics inside
-each machine. Without the scope, "PreciseBNHook" is another class in mmpretrain's configs.
+Other arguments of the layer may follow `type`: process_group="machine" shares statistics inside
+each machine. Without the scope, "PreciseBNHook" in a config of mmpretrain is a different class.
 """
 
 import warnings
@@ -30,37 +30,37 @@ from multibn.torch_backend.precise_bn import Estimator, update_bn_stats
 
 MODELS.register_module(module=SyncBatchNorm)
 
-# Each loop over such a sampler begins anew. Others, such as InfiniteSampler, may share a generator
-# between loops, and the end of a second loop would end the training's.
+# Each loop over one of these samplers starts from the beginning. Loops over others, such as
+# InfiniteSampler, may share a generator, and the end of a second loop would end the training.
 _RESTARTING = DefaultSampler, data.DistributedSampler, data.RandomSampler, data.SequentialSampler
 
 
 @HOOKS.register_module()
 class PreciseBNHook(Hook):
-    """Replaces running statistics by those of training data under the current weights.
+    """Replaces running statistics by statistics of the training data with the current weights.
 
     Runs after every `interval` epochs or iterations of training, before EMAHook copies buffers and
-    CheckpointHook saves. The batches come from a loop of its own over `runner.train_dataloader`. If
-    such a loop could disturb the training's (InfiniteSampler), the batches are the next ones of
-    IterBasedTrainLoop's endless stream. They pass through `model.data_preprocessor(batch,
-    training=False)`, without batch augmentations. The model runs as in training, with mode "loss"
-    unless it has a `train_step` of its own, and in the optimizer wrapper's precision. Layers
-    without an input are named in a warning. Collective: every rank runs it at the same time.
+    CheckpointHook saves. The batches come from a separate loop over `runner.train_dataloader`. If
+    that loop could disturb training (InfiniteSampler), they are the next batches of
+    IterBasedTrainLoop's endless iterator. They pass through `model.data_preprocessor(batch,
+    False)`, without batch augmentations. The model runs as in training, in the optimizer wrapper's
+    precision, and with mode="loss" unless the model overrides `train_step`. A warning names layers
+    that had no input. Collective: every rank runs this hook at the same time.
 
     Parameters
     ----------
     num_samples
-        As of `multibn.torch.update_bn_stats`, over all ranks; a batch counts as the loader's
-        `batch_size`. If there is less data, all of it is used.
+        Number of samples on all ranks together; every batch is counted as the loader's
+        `batch_size` samples. If there is less data, all of it is used.
     interval
-        Epochs from one pass to the next, in IterBasedTrainLoop iterations.
+        Number of epochs between runs; with IterBasedTrainLoop, number of iterations.
     estimator
-        As of `update_bn_stats`.
+        As for `multibn.torch.update_bn_stats`.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument has another type or value than those above.
+        If an argument is not valid.
 
     Examples
     --------
@@ -85,7 +85,7 @@ class PreciseBNHook(Hook):
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        # Not after_train_epoch: EMAHook copies buffers in this stage only.
+        # Not after_train_epoch, because EMAHook copies buffers in after_train_iter.
         if isinstance(runner.train_loop, IterBasedTrainLoop):
             due = self.every_n_train_iters(runner, self.interval)
         else:
@@ -117,7 +117,7 @@ class PreciseBNHook(Hook):
         number, unit = next(iter(limit.values())), "iterations" if batch_size else "samples"
         runner.logger.info(f"Precise batch norm over {number} {unit}.")
         with precision, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`num_.*ended after")  # fewer samples are all taken
+            warnings.filterwarnings("ignore", "`num_.*ended after")  # then all samples are used
             update_bn_stats(
                 model,
                 second_reader(loader) if stream is None else stream,
@@ -129,7 +129,7 @@ class PreciseBNHook(Hook):
 
 
 def _forward_options(runner: Any) -> dict[str, str]:
-    """How the model is called: in its mode "loss", if this is how it is trained."""
+    """Return the model's keyword arguments: mode="loss", if it is trained in this mode."""
     trained = runner.model
     if isinstance(trained, MMSeparateDistributedDataParallel):
         trained = trained.module
@@ -138,13 +138,13 @@ def _forward_options(runner: Any) -> dict[str, str]:
 
 
 def _batch_size(loader: Any) -> int | None:
-    """The loader's own, because a batch of pseudo_collate is a list of samples."""
+    """Return the loader's batch size; batches of pseudo_collate are lists of samples."""
     samplers = loader, getattr(loader, "batch_sampler", None)
     return next((size for s in samplers if (size := getattr(s, "batch_size", None))), None)
 
 
 def _endless_stream(runner: Any) -> Any:
-    """IterBasedTrainLoop's endless iterator, if a loop beside it could end it, else None."""
+    """Return IterBasedTrainLoop's iterator if a second loop could end it, otherwise None."""
     loader: Any = runner.train_dataloader
     batches = loader.batch_sampler if isinstance(loader, data.DataLoader) else None
     if type(batches) is data.BatchSampler and isinstance(batches.sampler, _RESTARTING):

@@ -1,1 +1,1 @@
-"""Layers beside batch norm that share statistics over ranks."""
+"""Layers other than batch norm that share statistics between ranks."""

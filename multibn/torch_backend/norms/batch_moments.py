@@ -1,4 +1,4 @@
-"""The statistics of the batch that all ranks hold together, as a differentiable function."""
+"""Batch statistics over all ranks, as a differentiable function."""
 
 from torch import Tensor
 
@@ -16,16 +16,16 @@ def batch_moments(
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> BatchStatistics:
-    """Return mean, biased variance and count per channel of the batch of all ranks, with gradients.
+    """Return mean, biased variance and count per channel over all ranks, with gradients.
 
-    For flows, whitening and losses of one's own. Collective, and so is each derivative: one
-    allreduce each way, of 2C+4 float64 numbers. The gradient of `x` is that of the sum of all
-    ranks' losses. A checkpoint that runs the function again sends the message again.
+    For normalizing flows, whitening and custom losses. The function and each derivative are
+    collective: one allreduce of 2C+4 float64 numbers each. The gradient of `x` is that of the sum
+    of all ranks' losses. In an activation checkpoint, the recomputation communicates again.
 
     Parameters
     ----------
     x, process_group, mask, lengths
-        As in `sync_batch_norm`, and so are the errors.
+        As in `sync_batch_norm`, which raises the same errors.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Batch renormalization (Ioffe, 2017, arXiv:1702.03275) by the statistics of all ranks."""
+"""Batch renormalization (Ioffe, 2017, arXiv:1702.03275) with statistics of all ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,11 @@ class RenormOptions(LayerOptions):
         if not isinstance(self.schedule, tuple) or len(self.schedule) != 3:
             raise TypeError(f"`schedule` must be a tuple of three ints: got {self.schedule!r}.")
         check_ints("schedule", self.schedule, 0)
+        if self.schedule[0] > min(self.schedule):
+            raise ValueError(
+                "`schedule` must begin with its smallest number, from which rmax and dmax rise: "
+                f"got {self.schedule}."
+            )
 
 
 class SyncBatchRenormBase(modules.SyncBatchNorm):
@@ -78,15 +83,20 @@ class SyncBatchRenormBase(modules.SyncBatchNorm):
 class SyncBatchRenorm1d(SyncBatchRenormBase, modules.SyncBatchNorm1d):
     """Batch renormalization of `(N, C)` or `(N, C, L)` over the batches of all ranks.
 
-    In training `y = ((x - mean) / std * r + d) * weight + bias`. Without a gradient, r is `std /
-    running_std` within [1/rmax, rmax], d is `(mean - running_mean) / running_std` within [-dmax,
-    dmax]. All else is as in `SyncBatchNorm`; states are those of batch norms.
+    In training, `y = ((x - mean) / std * r + d) * weight + bias`. Here r is `std / running_std`,
+    clipped to [1/rmax, rmax], and d is `(mean - running_mean) / running_std`, clipped to [-dmax,
+    dmax]. No gradient flows through r and d. All else is as in `SyncBatchNorm`; state dicts are
+    those of batch norms.
 
     Parameters
     ----------
-    num_features, *args, rmax, dmax, schedule, **bn_args
-        As `SyncBatchNorm`, except `fuse_relu`; the last clips, which the buffer `clips` holds; and
-        counts of batches: until the first, r is 1 and d 0; rmax and dmax rise until the others.
+    num_features, *args, **bn_args
+        As for `SyncBatchNorm`, except `fuse_relu`.
+    rmax, dmax
+        The final limits of r and d; the buffer `clips` holds them.
+    schedule
+        Three numbers of batches. Before the first, r is 1 and d is 0. From there, the limit of r
+        rises linearly to rmax at the second, the limit of d to dmax at the third.
 
     Examples
     --------
@@ -99,7 +109,7 @@ class SyncBatchRenorm1d(SyncBatchRenormBase, modules.SyncBatchNorm1d):
 
 
 class SyncBatchRenorm2d(SyncBatchRenormBase, modules.SyncBatchNorm2d):
-    """The layer of inputs `(N, C, H, W)`. Parameters are those of `SyncBatchRenorm1d`.
+    """Batch renormalization of `(N, C, H, W)`. Parameters are those of `SyncBatchRenorm1d`.
 
     Examples
     --------
@@ -110,7 +120,7 @@ class SyncBatchRenorm2d(SyncBatchRenormBase, modules.SyncBatchNorm2d):
 
 
 class SyncBatchRenorm3d(SyncBatchRenormBase, modules.SyncBatchNorm3d):
-    """The layer of inputs `(N, C, D, H, W)`. Parameters are those of `SyncBatchRenorm1d`.
+    """Batch renormalization of `(N, C, D, H, W)`. Parameters are those of `SyncBatchRenorm1d`.
 
     Examples
     --------

@@ -18,7 +18,7 @@ from multibn.torch_backend.layer.modules import call_node
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions(NormOptions):
-    """The options of a group norm; an instance norm has the last two, too."""
+    """Options of group and instance norms; only instance norms use the last two."""
 
     affine: bool = True
     momentum: float | None = None
@@ -26,9 +26,9 @@ class GroupOptions(NormOptions):
 
 
 def scale_and_shift(x: Tensor, scale: Any, shift: Any, dtype: torch.dtype) -> Tensor:
-    """Return `x * scale + shift` for numbers per channel, or None, rounded once, to `dtype`."""
+    """Return `x * scale + shift`, rounded once to `dtype`. Both are per channel, or None."""
     if scale is not None and shift is not None and x.is_contiguous():
-        # By known statistics, 0 and 1: a pass forward and two back, where others make copies.
+        # With mean 0 and variance 1: one pass forward and two back, where mul and add make copies.
         zeros = x.new_zeros(x.shape[1])
         numbers = scale.to(x.dtype), shift.to(x.dtype), zeros, zeros + 1
         y = torch.batch_norm(x, *numbers, False, 0.0, 0.0, False)
@@ -39,7 +39,7 @@ def scale_and_shift(x: Tensor, scale: Any, shift: Any, dtype: torch.dtype) -> Te
 
 
 class SyncGroupsBase(SyncNormBase):
-    """Base class of group and instance norms: samples have their own statistics, in parts."""
+    """Base class of group and instance norms whose samples are split over ranks."""
 
     Options = GroupOptions
 
@@ -65,7 +65,7 @@ class SyncGroupsBase(SyncNormBase):
     def normalize(self, x: Any, num_channels: int) -> tuple[Tensor, BatchStatistics]:
         """Normalize each group of each sample over all ranks. Collective.
 
-        Returns the output, and the statistics, of shape `(N, num_groups)`.
+        Return the output and the batch statistics, which have shape `(N, num_groups)`.
         """
         group, num_groups = self.layer_communicator, self.num_groups
         try:
@@ -84,7 +84,7 @@ class SyncGroupsBase(SyncNormBase):
 
 
 class SyncGroupNorm(SyncGroupsBase, nn.GroupNorm):
-    """Group normalization of samples of which each rank has a part along spatial axes.
+    """Group normalization of samples whose spatial axes are split over ranks.
 
     Ranks that split images, volumes or videos along height, depth or time get the output and the
     gradients of nn.GroupNorm (Wu & He, 2018, arXiv:1803.08494) on the whole samples, for any split,
@@ -93,15 +93,15 @@ class SyncGroupNorm(SyncGroupsBase, nn.GroupNorm):
 
     Collective, in evaluation, too: every rank of `process_group` must call the layer, with the same
     N samples. One allreduce each way, of 2NG+4 and 2NG+2 float64 numbers for G groups, and one more
-    for each new N. Gradients of weight and bias are sums over this rank's part:
-    add them over the ranks that share a sample.
+    for each new N. Gradients of weight and bias are sums over this rank's part: add them over the
+    ranks that share a sample.
 
     Raises
     ------
     TypeError, ValueError
-        If the input has no shape `(N, num_channels, *spatial)` or is not floating-point.
+        If the input does not have shape `(N, num_channels, *spatial)` or is not floating-point.
     RuntimeError
-        On all ranks, if one has another N, or refused its input.
+        On all ranks, if N differs between ranks. On the other ranks, if one rank's input is wrong.
 
     Examples
     --------

@@ -32,7 +32,7 @@ class _SyncInstanceNorm(SyncGroupsBase, _NormBase):
             y, batch = self.normalize(x, self.num_features)
             running = Running(mean, var, self.momentum or 0.0)
             if len(x) and updates_running(running, x):
-                means = batch.mean.mean(0), batch.var.mean(0)  # of the samples
+                means = batch.mean.mean(0), batch.var.mean(0)  # over samples
                 with disable_dispatch_modes_in_recompute():
                     torch.ops.multibn.update_running(*running, *means, batch.count, batch.count)
         else:
@@ -44,12 +44,12 @@ class _SyncInstanceNorm(SyncGroupsBase, _NormBase):
 
 
 class SyncInstanceNorm1d(_SyncInstanceNorm, nn.InstanceNorm1d):
-    """Instance normalization of `(N, C, L)` or `(C, L)`, of which each rank has a part along L.
+    """Instance normalization of `(N, C, L)` or `(C, L)`, with L split over ranks.
 
     Arguments, numbers and state dicts are those of nn.InstanceNorm1d; `process_group` and
-    `nonfinite` are as in `SyncBatchNorm`. Collective as `SyncGroupNorm` with a group for each
-    channel. With `track_running_stats=True`, the running statistics move by the means over samples
-    of mean and unbiased variance; evaluation uses these, and does not communicate.
+    `nonfinite` are as in `SyncBatchNorm`. Collective like `SyncGroupNorm` with one group per
+    channel. With `track_running_stats=True`, the running statistics average each sample's mean and
+    unbiased variance; evaluation uses the running statistics and does not communicate.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class SyncInstanceNorm1d(_SyncInstanceNorm, nn.InstanceNorm1d):
 
 
 class SyncInstanceNorm2d(_SyncInstanceNorm, nn.InstanceNorm2d):
-    """The layer of `(N, C, H, W)` or `(C, H, W)`.
+    """Instance normalization of `(N, C, H, W)` or `(C, H, W)`, split along H or W.
 
     Arguments are those of nn.InstanceNorm2d, `process_group` and `nonfinite`.
 
@@ -79,7 +79,7 @@ class SyncInstanceNorm2d(_SyncInstanceNorm, nn.InstanceNorm2d):
 
 
 class SyncInstanceNorm3d(_SyncInstanceNorm, nn.InstanceNorm3d):
-    """The layer of `(N, C, D, H, W)` or `(C, D, H, W)`.
+    """Instance normalization of `(N, C, D, H, W)` or `(C, D, H, W)`, split along D, H or W.
 
     Arguments are those of nn.InstanceNorm3d, `process_group` and `nonfinite`.
 

@@ -1,4 +1,4 @@
-"""Numbers that a layer reads from buffers, the same where the pass runs again."""
+"""Copies of the buffers that a layer reads; a recomputation gets those of the first pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from multibn.torch_backend.layer import autograd, compiled
 
 
 def read_once(x: Tensor, mean: Tensor, var: Tensor, *others: Tensor) -> Sequence[Tensor]:
-    """Return copies of running statistics and two other tensors, for a pass over `x`.
+    """Return copies of the running statistics and two other tensors, for a pass over `x`.
 
-    Where the pass runs again, the copies are those of the first pass.
+    In a recomputation, return the copies of the first pass.
     """
     if compiled.is_compiling_or_fake(x):
         copies: list[Tensor] = torch.ops.multibn.read_once([mean, var, *others])

@@ -1,4 +1,4 @@
-"""Normalization by the statistics of all observations so far, on all ranks."""
+"""Normalization with the statistics of all observations so far, on all ranks."""
 
 from typing import Any
 
@@ -13,17 +13,22 @@ from multibn.torch_backend._torch_private import not_compiled
 
 
 class RunningNorm(nn.Module):
-    """Normalization by the statistics of all observations so far: `update`, then `synchronize`.
+    """Normalization with the statistics of all observations: `update`, then `synchronize`.
 
-    Each observation counts once, whichever rank has seen it. The buffers `mean`, `var`, which is
-    biased, and `count` are always float64, move in `synchronize` alone, and are equal on all ranks
-    to the last bit. State dicts load on any number of ranks, and lack what is new since then.
+    Each observation counts once, whichever rank has it. The buffers `mean`, `var` (biased) and
+    `count` are always float64. Only `synchronize` changes them; they are equal on all ranks, bit
+    for bit. State dicts load on any number of ranks, and lack observations after `synchronize`.
 
     Parameters
     ----------
-    shape, eps, clip, process_group
-        Shape of one observation, an int or a tuple; added to the variance; the largest absolute
-        value of an output, or None; the ranks, anything that `multibn.as_communicator` takes.
+    shape
+        Shape of one observation, an int or a tuple.
+    eps
+        Added to the variance.
+    clip
+        The largest absolute value of an output, or None.
+    process_group
+        The ranks, anything that `multibn.as_communicator` takes.
 
     Examples
     --------
@@ -55,13 +60,16 @@ class RunningNorm(nn.Module):
         self.freeze(False)
 
     def freeze(self, frozen: bool = True) -> None:
-        """Ignore observations from now on, on all ranks; `freeze(False)` ends this."""
+        """Drop observations since `synchronize`, and ignore new ones; `freeze(False)` resumes.
+
+        Not collective: call this method on every rank.
+        """
         self.frozen, self._new = frozen, (0.0, 0.0, 0.0)  # mean, variance and count
 
     @not_compiled
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Look at observations `(*batch, *shape)`, those where `mask`, `(*batch)`, is True."""
+        """Add observations `(*batch, *shape)`; if `mask` is given, `(*batch)`, those where True."""
         x = self._wide(x).reshape(-1, *self.shape)
         where = None if mask is None else masks.as_mask(x, mask.reshape(-1), None, axis=(0,))
         args = NormArgs(x, None, None, 0.0, (0,), mask=where)
@@ -72,10 +80,10 @@ class RunningNorm(nn.Module):
     @not_compiled
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Add what is new on all ranks. Collective: one allreduce, two if nothing was known.
+        """Merge all ranks' new observations. Collective: one allreduce, two if `count` is 0.
 
         Raises RuntimeError on all ranks if their shapes, options or counts differ, and
-        FloatingPointError if one has seen NaN or infinity; what is new is dropped then.
+        FloatingPointError if one rank has NaN or infinity. The new observations are dropped then.
         """
         old = [*self.buffers()]
         new = [torch.as_tensor(v).to(b).expand_as(b) for v, b in zip(self._new, old, strict=True)]
@@ -86,7 +94,7 @@ class RunningNorm(nn.Module):
             buffer.copy_(value)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Return `(x - mean) / sqrt(var + eps)`, clipped, as a call does. Not collective."""
+        """Return `(x - mean) / sqrt(var + eps)`, clipped. Not collective; also a call does this."""
         mean, var, _ = self.buffers()
         y = (self._wide(x) - mean) * (var + self.eps).rsqrt()
         y = y if self.clip is None else y.clamp(-self.clip, self.clip)
@@ -95,7 +103,7 @@ class RunningNorm(nn.Module):
     forward = normalize
 
     def inverse(self, y: Tensor) -> Tensor:
-        """Return the observations of which `y` is the output, unless `clip` has changed `y`."""
+        """Return `y * sqrt(var + eps) + mean`, the observations unless `clip` has changed `y`."""
         mean, var, _ = self.buffers()
         return (self._wide(y) * (var + self.eps).sqrt() + mean).to(y.dtype)
 
@@ -110,11 +118,11 @@ class RunningNorm(nn.Module):
         return x.double()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        def moved(t: Tensor) -> Tensor:  # norm.half() keeps float64
+        def moved(t: Tensor) -> Tensor:  # norm.half() must keep float64
             return new if (new := fn(t)).dtype == t.dtype else t.to(new.device)
 
         return super()._apply(moved, recurse)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        self.freeze(self.frozen)  # what came before belongs to another history
+        self.freeze(self.frozen)  # drop observations of the old statistics
         super()._load_from_state_dict(*arguments)

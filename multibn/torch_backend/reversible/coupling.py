@@ -1,4 +1,4 @@
-"""Autograd function for one residual branch: saves no activations, and runs again in backward.
+"""Autograd function that saves no activations of a residual branch and recomputes the branch.
 
 Importing this module imports torch's compiler, which takes seconds.
 """
@@ -22,9 +22,9 @@ _REASON = (
 def run_recomputed(
     branches: Iterable[ResidualBranch], streams: list[Tensor], cond: Sequence[Any]
 ) -> None:
-    """Run `branches` on `streams`, in place, and store the streams at the end only.
+    """Run `branches` and replace `streams` by the outputs; autograd saves only the outputs.
 
-    torch.compile must not look inside: a graph for each branch and each pass would take minutes.
+    torch.compile skips this function: a graph for each branch and each pass would take minutes.
     """
     run = Run()
     for branch in branches:
@@ -37,10 +37,10 @@ def run_recomputed(
 
 
 class Run:
-    """One call of `run_recomputed`: its branches, and in the backward pass the present streams.
+    """One call of `run_recomputed`: its branches and, during the backward pass, the streams.
 
-    Between forward and backward only `_SaveStreams` holds streams and the tensors of `cond`, by
-    save_for_backward: autograd checks and frees them.
+    Between forward and backward, only `_SaveStreams` has the streams and the tensors of `cond`. It
+    uses save_for_backward, so that autograd checks and frees these tensors.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Run:
         self.restore([], [])
 
     def restore(self, streams: list[Tensor], cond: list[Any]) -> None:
-        """Start from the streams after all branches, or drop them."""
+        """Start the backward pass with the streams after the last branch; `[]` frees them."""
         self._position, self.streams, self.cond = len(self.branches), streams, cond
 
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of branch `index`, for its stream, `cond` and parameters; then undo the branch.
+        """Undo branch `index`. Return the gradients of its input, `cond` and its parameters.
 
-        `dy` is the gradient of the stream after the branch. `needed` selects the results.
+        `dy` is the gradient of the stream after the branch; `needed` selects gradients to compute.
         """
         while self._position > index + 1:
             branch = self.branches[self._position - 1]
@@ -64,15 +64,15 @@ class Run:
                 self._undo(branch, branch(stream, x, self.cond))
         branch = self.branches[index]
         stream, x = self.streams[branch.target], self.streams[1 - branch.target]
-        # Aliases of the parameters: the user's hooks on the parameters would run here, and a second
-        # time when autograd has summed the gradients.
+        # Detached copies that share memory: hooks on the parameters themselves would run here, and
+        # again when autograd has summed the gradients.
         inputs = [
             t.detach().requires_grad_(need) if isinstance(t, Tensor) else t
             for t, need in zip((x, *self.cond, *branch.parameters), needed, strict=True)
         ]
         end_of_cond = 1 + len(self.cond)
         with torch.enable_grad(), branch.replaying(inputs[end_of_cond:]):
-            # A view: torch's FlopCounterMode, for one, cannot hook a leaf of autograd.grad.
+            # A view, because torch's FlopCounterMode cannot hook a leaf of autograd.grad.
             residual = branch(stream, inputs[0].view_as(inputs[0]), inputs[1:end_of_cond])
         _check_leaves(branch, residual, inputs)
         outputs = [get_gradient_edge(residual)] if residual.requires_grad else []
@@ -109,14 +109,14 @@ class _AddBranch(torch.autograd.Function):
         (dy,) = grad_outputs
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "reversible blocks cannot be differentiated twice, which `create_graph=True` asks "
-                'for. Use `mode="stored"`, or `mode="auto"` in evaluation.'
+                "reversible blocks cannot be differentiated twice: got `create_graph=True`. Set "
+                '`mode="stored"`, or set `mode="auto"` and call eval() before the forward pass.'
             )
         needed = ctx.needs_input_grad[3:]
         gradients: list[Tensor | None] = [None] * len(needed)
         if dy is not None and any(needed):
             gradients = ctx.run.gradients(ctx.index, dy, needed)
-        if ctx.index == ctx.run.first:  # no branch before it needs a gradient, nor the streams
+        if ctx.index == ctx.run.first:  # earlier branches need no gradients
             ctx.run.restore([], [])
         return None, None, dy, *gradients
 
@@ -143,7 +143,7 @@ class _SaveStreams(torch.autograd.Function):
 
 
 def _check_leaves(branch: ResidualBranch, residual: Tensor, inputs: Sequence[Any]) -> None:
-    """Raise if `residual` depends on leaves other than `inputs`, whose gradients would be lost."""
+    """Raise if `residual` has leaves other than `inputs`: their gradients would be lost."""
     allowed = {id(t) for t in inputs}
     seen: set[Any] = set()
     nodes: list[Any] = [residual.grad_fn]

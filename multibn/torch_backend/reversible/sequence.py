@@ -6,8 +6,8 @@ A block has two modules, F and G, and two streams of activations; its outputs de
     y1 = x1 + F(x2)        x2 = y2 - G(y1)
     y2 = x2 + G(y1)        x1 = y1 - F(x2)
 
-So a chain of blocks of any depth stores only the two streams at its end, and the backward pass
-recomputes the other streams, half a block at a time.
+So a chain of blocks of any depth stores only its two outputs. The backward pass recomputes the
+streams before them, one branch (F or G) at a time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,35 +26,35 @@ Block: TypeAlias = tuple[nn.Module, nn.Module]
 class ReversibleSequence(nn.Module):
     """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)` whose activation memory does not grow with depth.
 
-    In training, autograd saves the outputs of the last block only; the backward pass recomputes
-    each block's inputs and runs F and G again (Gomez et al. 2017, Mangalam et al. 2022). The rest
-    of the program sees an ordinary chain: DistributedDataParallel, hooks, frozen and shared
-    parameters, random numbers and autocast work as usual, and batch norms count each batch once.
+    In training, autograd saves the outputs of the last block only. The backward pass recomputes
+    each block's inputs and runs F and G again (Gomez et al. 2017, Mangalam et al. 2022).
+    DistributedDataParallel, hooks, frozen and shared parameters, random numbers and autocast work
+    as in an ordinary nn.Sequential, and batch norms count each batch once.
 
     Parameters
     ----------
     blocks
         Pairs `(F, G)` of modules, called `layers.{i}.F` and `layers.{i}.G` in the state dict. F
         returns the shape of the first stream, G the shape of the second. A module may occur several
-        times. Tensors that need gradients must be its parameters or arguments of the call.
+        times. Tensors that need gradients must be its parameters, or passed in `cond`.
     mode
-        `"reversible"` stores the outputs alone and runs each module again in the backward pass.
-        `"stored"` is ordinary autograd: outputs equal bit for bit, gradients up to rounding.
-        `"auto"` is `"reversible"` while one of the modules is in training, and `"stored"` in
-        evaluation. Without gradients, in torch.jit.trace and in torch.export all modes are
-        `"stored"`. May be changed.
+        `"reversible"` stores only the outputs and runs each module again in the backward pass.
+        `"stored"` is ordinary autograd: the outputs are equal bit for bit, the gradients up to
+        rounding. `"auto"` is `"reversible"` while any F or G is in training mode, otherwise
+        `"stored"`. Without gradients, and in torch.jit.trace and torch.export, all modes are
+        `"stored"`. The attribute may be assigned.
     drop_path
-        Probability in [0, 1) that a sample skips F, and G, while the module is in training
-        (stochastic depth, Huang et al. 2016); one for all blocks, or one for each. Other samples
-        are divided by 1 - p.
+        Probability p in [0, 1) that a sample skips F or G while that module is in training mode
+        (stochastic depth, Huang et al. 2016). One number for all blocks, or one for each. The
+        results of other samples are divided by 1 - p.
     tied_drop_path
-        Whether a sample that skips F skips G of the same block, too, as in SlowFast; otherwise two
-        independent draws decide.
+        If True, a sample skips both F and G of a block or neither, as in SlowFast. Otherwise F and
+        G are skipped independently.
     stream_dtype
-        Dtype in which the streams are summed. By default the dtype of the modules' inputs, the
-        wider of `x1` and `x2`; float64 under autocast, where modules get at least float32. With a
-        wider dtype, recomputed streams round to exactly the inputs of the first pass: float32 for a
-        model in half precision, float64 where float32 drifts.
+        Dtype in which the streams are summed. Default: the dtype of the modules' inputs, which is
+        the wider of `x1` and `x2`. Under autocast, float64, and modules get at least float32. With
+        a wider dtype, recomputed streams round to exactly the inputs of the first pass. Use float32
+        for a model in half precision, and float64 if recomputed float32 streams drift.
 
     Raises
     ------
@@ -63,14 +63,14 @@ class ReversibleSequence(nn.Module):
 
     Notes
     -----
-    Collective if the modules are: every rank runs every module in the same order, also if it drops
-    all samples. Batch norms communicate as in `"stored"`, and not when a module runs again.
+    Collective if the modules are: every rank runs every module in the same order, even if all
+    samples are dropped. Batch norms communicate as in `"stored"`, and not when a module runs again.
 
-    Random numbers come from the global generators in the order of `"stored"`, and the recomputation
-    restores the generators' states. It uses the forward pass's autocast and training flags.
+    Random numbers come from the global generators in the order of `"stored"`. The recomputation
+    repeats these numbers, with the forward pass's autocast and training flags.
 
-    torch.compile puts blocks of `"stored"` into its graph, and breaks the graph for blocks of
-    `"reversible"`: there, `fullgraph=True` is an error.
+    torch.compile puts `"stored"` blocks into its graph. `"reversible"` blocks break the graph, so
+    that `fullgraph=True` is an error.
 
     Examples
     --------
@@ -115,26 +115,25 @@ class ReversibleSequence(nn.Module):
         self.stream_dtype = stream_dtype
 
     def forward(self, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
-        """The streams after the last block; every F and G gets `cond`.
+        """Return the streams after the last block; every F and G gets `cond`.
 
-        Streams are floating-point tensors, batch first. Tensors of `cond` get gradients; anything
-        else is passed as it is. The results have the shapes of `x1` and `x2`, and the dtype of the
-        modules' inputs.
+        `x1` and `x2` are floating-point tensors, batch first. Tensors in `cond` get gradients. The
+        results have the shapes of `x1` and `x2`, and the dtype of the modules' inputs.
 
-        Raises TypeError unless `x1` and `x2` are floating-point tensors, or if a module returns
-        anything but a floating-point tensor, and ValueError if a module returns another shape than
-        its stream's. Raises RuntimeError if a module modifies in place its inputs, parameters, or
-        buffers other than a batch norm's, or if FSDP shards it apart from the others; in the
-        backward pass, if parameters or buffers were modified in place since the forward pass, if a
-        module needs gradients for other tensors than its parameters and `cond`, or with
-        `create_graph=True`: use `mode="stored"`.
+        Raises TypeError if `x1`, `x2` or the result of a module is not a floating-point tensor, and
+        ValueError if the result's shape differs from the stream's. In `"reversible"`, raises
+        RuntimeError if a module modifies its inputs, parameters or buffers in place (batch norms
+        may update their buffers), or if FSDP shards it separately. In the backward pass, raises
+        RuntimeError if parameters or buffers were modified in place after the forward pass, if a
+        tensor that needs a gradient is neither a parameter nor in `cond`, or with
+        `create_graph=True`.
         """
         return self._run(range(len(self.layers)), x1, x2, *cond)
 
     def inverse(self, y1: Tensor, y2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
-        """Return the streams of which `y1` and `y2` are the outputs, up to rounding.
+        """Return the streams `x1` and `x2` that `forward` maps to `y1` and `y2`, up to rounding.
 
-        By ordinary autograd, in any `mode`. Call `eval()` first, except for modules that compute
+        Uses ordinary autograd in any `mode`. Call `eval()` before `forward` unless the modules do
         the same in training: dropout draws new numbers, and batch norms count the batch again.
         Raises RuntimeError if samples would be dropped (`drop_path` in training).
         """
@@ -142,20 +141,20 @@ class ReversibleSequence(nn.Module):
         for branch in [*self._branches(range(len(self.layers)), streams, input_dtype)][::-1]:
             if branch.scale is not None:
                 raise RuntimeError(
-                    f"`inverse` needs `drop_path=0` in training: {branch} drops other samples in "
-                    "each call. Call eval() first, also for the forward pass."
+                    f"`inverse` needs `drop_path=0` in training: {branch} drops different samples "
+                    "in each call. Call eval() first, also for the forward pass."
                 )
             stream, x = streams[branch.target], streams[1 - branch.target]
             streams[branch.target] = stream - branch(stream, x, cond)
         return streams[0].to(input_dtype), streams[1].to(input_dtype)
 
     def _run(self, indices: range, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
-        """Run only some of the layers."""
+        """Run the blocks `indices` only."""
         check_choice("mode", self.mode, Mode)
         streams, input_dtype = _streams(x1, x2, self.stream_dtype)
         branches = self._branches(indices, streams, input_dtype)
         if self._recomputes(indices):
-            # Here, because its import takes seconds.
+            # This import takes seconds.
             from multibn.torch_backend.reversible.coupling import run_recomputed
 
             run_recomputed(branches, streams, cond)
@@ -178,7 +177,7 @@ class ReversibleSequence(nn.Module):
     def _branches(
         self, indices: range, streams: Sequence[Tensor], input_dtype: torch.dtype
     ) -> Iterator[ResidualBranch]:
-        """F and G of each block; each draws its dropped samples when the iteration reaches it."""
+        """Yield F and G of each block; the dropped samples are drawn just before each is run."""
         for index in indices:
             scale = None
             for target, name in enumerate("FG"):
@@ -195,7 +194,7 @@ class ReversibleSequence(nn.Module):
 def _streams(
     x1: Tensor, x2: Tensor, stream_dtype: torch.dtype | None
 ) -> tuple[list[Tensor], torch.dtype]:
-    """The streams in the dtype of their sums, and the dtype of the modules' inputs."""
+    """Return the streams in the dtype of their sums, and the dtype of the modules' inputs."""
     are_tensors = isinstance(x1, Tensor) and isinstance(x2, Tensor)
     input_dtype = torch.promote_types(x1.dtype, x2.dtype) if are_tensors else torch.bool
     if not input_dtype.is_floating_point:
@@ -206,14 +205,14 @@ def _streams(
     kind = x1.device.type  # is_autocast_enabled raises for "meta"
     if kind != "meta" and torch.is_autocast_enabled(kind):
         input_dtype = torch.promote_types(input_dtype, torch.float32)
-        # A float32 stream may be recomputed with another last bit, which can flip a rounding to
-        # bfloat16: in a chain of many blocks, some flip. MPS has no float64.
+        # The last bit of a recomputed float32 stream may differ, and then its rounding to bfloat16
+        # can differ, too. In a chain of many blocks, that happens. MPS has no float64.
         stream_dtype = stream_dtype or (input_dtype if kind == "mps" else torch.float64)
     return [x.to(stream_dtype or input_dtype) for x in (x1, x2)], input_dtype
 
 
 def drop_scale(stream: Tensor, rate: float) -> Tensor | None:
-    """A factor for each sample: 0 with probability `rate`, else 1 / (1 - rate); None for all 1."""
+    """Return a factor per sample: 0 with probability `rate`, else 1 / (1 - rate); None if all 1."""
     if not rate:
         return None
     return (

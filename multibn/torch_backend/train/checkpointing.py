@@ -21,14 +21,13 @@ from multibn.torch_backend.layer.sub_batch_norm import SubBatchNormPart
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Pass as `context_fn`: a recomputation reuses the batch statistics, for
-    torch.utils.checkpoint.
+    """Return contexts with which torch.utils.checkpoint counts each batch once, as `context_fn`.
 
-    `checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)` gives the numbers
-    of `function(x)` bit for bit. All batch norms inside update their running statistics once.
+    `checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)` returns the same
+    as `function(x)`, bit for bit. All batch norms inside update their running statistics once.
     Layers of multibn communicate once forward and once backward; nn.SyncBatchNorm communicates
-    again in the recomputation. torch takes no contexts with `use_reentrant=True`: all layers then
-    update and communicate twice.
+    again in the recomputation. torch rejects `context_fn` with `use_reentrant=True`: all layers
+    then update and communicate twice.
 
     Examples
     --------
@@ -47,7 +46,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 
 class _Recomputation:
-    """Replays a tape, and restores the buffers of batch norms that have no tape."""
+    """Replay a tape, and restore the buffers of batch norms that do not record on tapes."""
 
     def __init__(self, tape: recompute.Tape) -> None:
         self._replay = recompute.replaying(tape)
@@ -68,8 +67,8 @@ class _Recomputation:
         self._replay.__exit__(*exception)  # may raise
 
     def _copy_buffers(self, module: nn.Module, _: Any) -> None:
-        # The layer of a SubBatchNormPart has a tape. Compiled code cannot ask for the thread, and
-        # runs in its own.
+        # The statistics of a SubBatchNormPart are on the tape. torch.compile cannot trace
+        # get_ident(): compiled code is assumed to run in this thread.
         if isinstance(module, SubBatchNormPart) or not isinstance(module, _NormBase):
             return
         if torch.compiler.is_compiling() or threading.get_ident() == self._thread:

@@ -1,4 +1,4 @@
-"""Training on uneven data: ranks without data left take part with empty batches."""
+"""Training on uneven data: a rank that has run out of data continues with empty batches."""
 
 import copy
 from collections import UserDict
@@ -22,12 +22,12 @@ _Batch = TypeVar("_Batch")
 
 
 class Joined:
-    """Training loops over uneven data in lockstep, with scaled losses; `join` returns it.
+    """Runs loops over uneven data in lockstep and scales the losses; `join` returns one.
 
     Attributes
     ----------
     communicator
-        The ranks that proceed together.
+        The ranks that train together.
     exhausted
         True if the last batch was an empty placeholder because this rank has no batch left.
     """
@@ -50,8 +50,8 @@ class Joined:
     def __call__(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield this rank's batches, then empty placeholder batches until every rank is done.
 
-        Each step is collective: one allreduce of W+1 numbers for W ranks. Another loop may follow
-        after the end of this one; loops at the same time need a `join` each.
+        Each step is collective: one allreduce of W+1 numbers for W ranks. Call this object again
+        for the next loop. Concurrent loops need a separate `join` each.
 
         Parameters
         ----------
@@ -63,15 +63,15 @@ class Joined:
         TypeError
             If no empty batch can be built from a batch.
         ValueError
-            On all ranks, if a rank has no batch at all from which an empty one could be made.
+            On all ranks, if a rank has no batch at all: there is no example for an empty one.
         RuntimeError
-            On the other ranks, if one rank's iterator raised; on all ranks, if some left the loop
-            while others had batches, or if the loop goes on after another one has begun.
+            On the other ranks, if one rank's iterator raised. On all ranks, if some left the loop
+            while others had batches. If this loop is resumed after another one has started.
         """
         self.close()
         placeholder: list[Any] = []  # empty until the first batch
 
-        # Lockstep calls this, and tells the other ranks of an error.
+        # Lockstep calls this function, and reports its errors to the other ranks.
         def keep_placeholder(batch: Any) -> int:
             if not placeholder:
                 placeholder.append((self._empty_batch or _make_empty_batch)(batch))
@@ -94,42 +94,41 @@ class Joined:
                         "this join() loop was resumed after another one had started or its `with` "
                         "block had ended. Use a separate join() for each concurrent loop."
                     )
-        finally:  # also of a loop that was left by `break`
+        finally:  # also after `break`
             if self._steps is steps:
                 self.exhausted = False
 
     def close(self) -> None:
-        """Finish a loop exited with `break`; fine if all ranks break in the same step."""
+        """Finish a loop exited with `break`. Collective: all ranks must break in the same step."""
         self.exhausted = False
         if self._steps is not None:
             self._steps.leave()
             self._steps = None
 
     def mean(self, losses: Tensor) -> Tensor:
-        """This rank's part of the mean of all ranks' losses, of shape `()`; 0 for a placeholder.
+        """Return this rank's part of the mean of all ranks' losses, shape `()`; 0 if exhausted.
 
-        Averaged over the ranks, it is exactly the mean over all elements of all ranks. Its
-        gradient, averaged by DistributedDataParallel or `average_gradients`, is that mean's
-        gradient. Collective: every rank must call this method in each step; one allreduce of one
-        number.
+        The average of the parts over the ranks is exactly the mean over all elements of all ranks.
+        After DistributedDataParallel or `average_gradients`, the gradients are those of this mean.
+        Collective: every rank must call this method in each step; one allreduce of one number.
 
         Parameters
         ----------
         losses
-            One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"` to
+            One number for each sample or pixel, of any shape but `()`: pass `reduction="none"` to
             the loss function.
 
         Raises
         ------
         TypeError
-            If `losses` is no tensor.
+            If `losses` is not a tensor.
         ValueError
-            If `losses` is a single number, so already reduced.
+            If `losses` has shape `()`, because it is already reduced.
 
         Notes
         -----
-        If `empty` returns a batch that is not empty, its losses are ignored only until the loop
-        fetches its next batch: do not prefetch.
+        If `empty` returns a batch with samples, `mean` ignores their losses if `exhausted` is True,
+        which describes the batch fetched last. Do not prefetch batches then.
         """
         if not isinstance(losses, Tensor):
             raise TypeError(
@@ -147,7 +146,7 @@ class Joined:
         counts = np.array([count], dtype=np.float64)
         total = at(self.communicator, "the mean of join's losses").allreduce(counts)
         factor = 0.0 if is_placeholder else self.communicator.size / max(float(total[0]), 1.0)
-        wide = torch.promote_types(losses.dtype, torch.float32)  # the sum of 16 bits may overflow
+        wide = torch.promote_types(losses.dtype, torch.float32)  # a sum in float16 may overflow
         return (losses.to(wide).sum() * factor).to(losses.dtype)
 
 
@@ -159,12 +158,12 @@ def join(
 ) -> Joined:
     """Let ranks with unequal numbers of batches train a model together, with exact statistics.
 
-    A context manager for a training loop in which every rank makes as many steps as the one with
-    most batches. A rank without data left gets empty batches, shape `(0, ...)`, which have no
-    weight in statistics and losses; its forward and backward passes, DistributedDataParallel's
-    included, communicate as before. DistributedDataParallel's own join does not support
-    synchronized layers. Without DistributedDataParallel, call `average_gradients` before the
-    optimizer's step. The `with` is only needed if a rank may leave the loop early.
+    Return a context manager for a training loop. Every rank makes as many steps as the rank with
+    the most batches. A rank that has run out of data gets empty batches, shape `(0, ...)`, which
+    have no weight in statistics and losses. Its forward and backward passes still communicate,
+    also those of DistributedDataParallel, whose own `join` does not support synchronized layers.
+    Without DistributedDataParallel, call `average_gradients` before the optimizer's step. The
+    `with` is only needed if a rank may leave the loop early.
 
     Parameters
     ----------
@@ -173,22 +172,22 @@ def join(
     process_group
         The ranks that take part, as in `check_sync`.
     empty
-        Returns an empty batch like its argument, a batch. Default: the first dimension of every
-        tensor in the batch, in tuples, lists and dictionaries too, becomes 0; numbers and texts are
-        kept; other objects raise TypeError.
+        A function that takes a batch and returns an empty batch of the same structure. Default: the
+        first dimension of every tensor, also in tuples, lists and dictionaries, becomes 0. Numbers,
+        strings and None are kept; other objects raise TypeError.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
         As `check_sync` for `process_group`, and as `Joined` in the loop. RuntimeError on all ranks
-        at the end of the context, if some left the loop while others had batches; all ranks may
-        leave it in the same step.
+        at the end of the context, if some left the loop while others had batches. All ranks may
+        leave the loop in the same step.
 
     Notes
     -----
-    A rank that raises in the body of the loop cannot tell the others, which may wait for it: let
-    the launcher end them. The model must accept an empty batch: `x.flatten(1)` does,
-    `x.view(len(x), -1)` raises.
+    If one rank raises in the body of the loop, the other ranks may wait for it: let the launcher
+    end them. The model must accept an empty batch: `x.flatten(1)` does, `x.view(len(x), -1)`
+    raises.
 
     Examples
     --------
@@ -235,9 +234,9 @@ def _cannot_empty(wanted: str, got: Any) -> TypeError:
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order, also in tuples, lists and mappings.
+    """Return the tensors of a batch, in order, also those in tuples, lists and mappings.
 
-    Of a PackedSequence, the first step, which has all its samples on the first axis.
+    A PackedSequence gives the tensor of its first step, which has all samples on the first axis.
     """
     if isinstance(batch, PackedSequence):
         batch = batch.data[: batch.batch_sizes[0]]
@@ -248,23 +247,23 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def _copy_batch(placeholder: Any) -> Any:
-    """A placeholder that the body of a loop may change."""
+    """Return a copy of the placeholder, because the body of the loop may modify its batch."""
 
     def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-    with suppress(TypeError):  # of a class that cannot be made anew
+    with suppress(TypeError):  # `empty` may return a type that _map_leaves cannot construct
         return _map_leaves(copy_leaf, placeholder)
     return placeholder
 
 
 def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """`batch` with all that is in its tuples, lists and mappings replaced by `function` of it."""
+    """Return `batch` with `function` applied to each item of its tuples, lists and mappings."""
     if isinstance(batch, MutableMapping):
         parts = {k: _map_leaves(function, v) for k, v in batch.items()}
-        # A shallow copy of a class that wraps a dictionary may have the same dictionary.
+        # A shallow copy of an object that wraps a dictionary may share this dictionary.
         is_plain = isinstance(batch, (dict, UserDict))
         mapping = copy.copy(batch) if is_plain else copy.deepcopy(batch)
         mapping.update(parts)
@@ -273,7 +272,7 @@ def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
         items = [_map_leaves(function, item) for item in batch]
         try:
             return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-        except TypeError as error:  # of a constructor of its own
+        except TypeError as error:  # the constructor takes other arguments
             raise _cannot_empty(
                 "use list and tuple types that can be constructed from an iterable", batch
             ) from error

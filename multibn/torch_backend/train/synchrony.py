@@ -1,4 +1,4 @@
-"""Equal models on all ranks: a check, and means over ranks of gradients and running statistics."""
+"""Keep models equal on all ranks: check them, average gradients, pool running statistics."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ How: TypeAlias = Literal["broadcast", "pool"]
 
 
 def participants(model: nn.Module, process_group: CommunicatorLike, /) -> Communicator:
-    """The ranks of `process_group`, or of the model by the rule of `check_sync`. Not collective."""
+    """Return the ranks of `process_group`, or its default as in `check_sync`. Not collective."""
     if process_group is not None:
         return as_communicator(process_group)
     groups: dict[str, Communicator] = {}
@@ -43,7 +43,7 @@ def participants(model: nn.Module, process_group: CommunicatorLike, /) -> Commun
             return as_communicator(module.process_group)
         if isinstance(module, SyncNormBase):
             groups[name] = module.layer_communicator.communicator
-    groups = {name: group for name, group in groups.items() if group is not LOCAL}  # ghost norms'
+    groups = {name: group for name, group in groups.items() if group is not LOCAL}  # ghost norms
     return common_group(groups, parameter="process_group")
 
 
@@ -61,28 +61,28 @@ def check_sync(
     Parameters
     ----------
     model
-        Parameters and buffers are compared, under the names of the state dict. Of a sharded model,
-        each rank has other parts: `ignore=dict(model.named_parameters())` compares its buffers.
+        Its parameters and buffers are compared; errors name them as in the state dict. If FSDP
+        shards all parameters, pass `ignore=dict(model.named_parameters())` to compare the buffers.
     process_group
         The ranks to compare, anything that `multibn.as_communicator` takes. Default: the ranks of a
-        DistributedDataParallel in the model; else the group that was given to all its synchronized
-        layers, `multibn.SingleProcess()` included, where a `multibn.Group` counts as its parent;
-        else torch's default process group. Split layers without a `process_group` do not count.
+        DistributedDataParallel in the model; else the group that was given to all synchronized
+        layers, including `multibn.SingleProcess()`; else torch's default process group. For a
+        `multibn.Group`, its parent is used. Split layers without a `process_group` are ignored.
     ignore
-        A pattern of names to leave out, or several: `["*.running_*", "*.num_batches_tracked"]` for
-        batch norms that do not share statistics.
+        One or several patterns of names to leave out: `["*.running_*", "*.num_batches_tracked"]`
+        for batch norms that do not share statistics.
 
     Raises
     ------
     ValueError
-        If `process_group` is None and the model's layers were given different groups; or if a
-        launcher started several processes, but neither a layer nor torch.distributed has a group.
+        If `process_group` is None and the model's layers have different groups; or if a launcher
+        started several processes, but neither a layer nor torch.distributed has a group.
     TypeError
-        If an array is sharded, quantized, nested or without data, or `ignore` is no pattern; on the
-        other ranks RuntimeError.
+        If `ignore` is not one or several patterns. If an array is sharded, quantized, nested or
+        without data; the other ranks then raise RuntimeError.
     RuntimeError
-        On all ranks. If values differ, the message has names, ranks and largest differences from
-        rank 0; if the models are built differently, the additional and the missing names.
+        On all ranks. If values differ, the message has names, ranks and the largest differences
+        from most ranks; if the models are built differently, the additional and missing names.
 
     Examples
     --------
@@ -133,27 +133,27 @@ def sync_running_stats(
 ) -> None:
     """Make the running statistics of all ranks equal.
 
-    For layers with statistics of their own rank, before evaluating or saving.
-    Collective: every rank must call it, with the same model; one allreduce, or two to pool.
+    Call this function before evaluating or saving a model whose batch norms are not synchronized.
+    Collective: every rank must call it with the same model. `"broadcast"` has one allreduce,
+    `"pool"` two.
 
     Parameters
     ----------
     model
-        Every batch norm and instance norm of torch's in it that has running statistics, in any
+        All torch batch and instance norms in it that have running statistics are updated, in any
         mode, subclasses included.
     process_group
         The ranks whose statistics become equal, as in `check_sync`.
     how
-        `"broadcast"`: rank 0's statistics and counters `num_batches_tracked`. `"pool"`: statistics
-        of the ranks' data together, if all ranks had equally much data: the mean of the means, and
-        by the law of total variance the mean of the variances plus the biased variance (divided by
-        the number of ranks) of the means; counters stay. An instance norm's variance is a mean over
-        samples: the mean of the variances alone.
+        `"broadcast"` copies rank 0's statistics and counters `num_batches_tracked`. `"pool"` gives
+        the statistics of all ranks' data, provided that all ranks had equally much. The mean is the
+        mean of the means. The variance is the mean of the variances plus the biased variance of the
+        means; for an instance norm, the mean of the variances alone. Counters do not change.
 
     Raises
     ------
     ValueError
-        If `how` is neither; for `process_group` as `check_sync`.
+        If `how` is neither of these; for `process_group` as `check_sync`.
     FloatingPointError
         On all ranks, if a statistic to broadcast or pool is NaN or infinite, or a variance is
         negative.
@@ -189,8 +189,8 @@ def sync_running_stats(
             names = [name for name, m in layers.items() for _ in range(m.running_mean.numel())]
             where = describe_ranks(summed[first : first + 1].tolist(), communicator.size)
             raise FloatingPointError(
-                "running statistics must be finite, and variances not negative: got others in "
-                f"{display_name(names[first] or 'the layer')} on {where}. Restore them from a "
+                "running statistics must be finite, and variances not negative: got other values "
+                f"in {display_name(names[first] or 'the layer')} on {where}. Restore them from a "
                 "checkpoint, or recompute them with update_bn_stats."
             )
         return summed
@@ -203,11 +203,11 @@ def sync_running_stats(
         counters = [counter for counter in counters_or_none if counter is not None]
         buffers = [*means, *variances, *counters]
         mine = torch.cat([mean, var, flat(counters)] if counters else [mean, var])
-        # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
+        # Not zero times the other ranks' buffers, which may hold NaN.
         result = checked_sum(mine if rank == 0 else torch.zeros_like(mine))
     else:
         buffers = [*means, *variances]
-        # An instance norm's statistics are means over samples, each with a variance of its own.
+        # An instance norm's variance is the mean of the samples' variances: means do not matter.
         between = flat(
             torch.full_like(m.running_var, not isinstance(m, _InstanceNorm))
             for m in layers.values()
@@ -226,29 +226,30 @@ def average_gradients(
 ) -> None:
     """Replace each parameter's gradient by its mean over the ranks.
 
-    Does the work of DistributedDataParallel over any communicator, for example MPI without
-    torch.distributed. Call it between backward() and the optimizer's step.
-    Collective: every rank must call it, with the same parameters; one allreduce for each dtype
-    and device, and a small one that checks that all ranks pass the same parameters.
+    Replaces DistributedDataParallel with any communicator, for example MPI without
+    torch.distributed. Call this function between backward() and the optimizer's step.
+    Collective: every rank must call it with the same parameters. One allreduce for each dtype and
+    device, and a small one that compares the ranks' parameters.
 
     Parameters
     ----------
     parameters
-        The model, or `model.parameters()`. Parameters that need no gradient are left out. A missing
-        gradient counts as zeros, and becomes zeros if no rank used the parameter. A sparse one
-        becomes dense.
+        The model, or `model.parameters()`. Parameters with `requires_grad=False` are skipped. A
+        missing gradient is averaged as zeros, and becomes zeros if no rank used the parameter.
+        Sparse gradients become dense.
     process_group
-        The ranks that train together, as in `check_sync`. For `model.parameters()`, which do not
-        tell the layers, the default is torch's default process group.
+        The ranks that train together, as in `check_sync`. For `model.parameters()`, the default is
+        torch's default process group, because the layers and their groups are unknown.
 
     Raises
     ------
     TypeError
-        If a parameter is sharded, or no tensor.
+        If a parameter is sharded or not a tensor.
     ValueError
         For `process_group` as `check_sync`, or if `parameters` is an exhausted iterator.
     RuntimeError
-        On all ranks, if names, shapes, dtypes or requires_grad differ; it names the ranks.
+        On all ranks, if the parameters' number, order, shapes, dtypes or requires_grad differ. The
+        message names the ranks.
 
     Examples
     --------
@@ -309,7 +310,7 @@ def average_gradients(
                 for p in group
             ]
         )
-        # Divided before the sum, which may overflow in 16 bits.
+        # Divide first: the sum may overflow in float16.
         mean = at(communicator, "average_gradients").allreduce(gradients / communicator.size)
         for p, part in zip(group, unflatten_dense_tensors(mean, group), strict=True):
             p.grad = part

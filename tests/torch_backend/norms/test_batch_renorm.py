@@ -54,3 +54,7 @@ def test_options_are_shown_and_checked() -> None:
     assert "rmax=2.0, schedule=(0, 0, 0)" in repr(
         SyncBatchRenorm1d(2, rmax=2.0, schedule=(0, 0, 0))
     )
+    with pytest.raises(
+        ValueError, match=r"begin with its smallest number, .* rise: got \(2, 1, 3\)"
+    ):
+        SyncBatchRenorm1d(2, schedule=(2, 1, 3))

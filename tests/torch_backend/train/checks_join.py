@@ -358,7 +358,7 @@ def check_statistics_that_no_data_have_are_named(world: Communicator) -> None:
         if name == "running_mean" and value == -0.2:
             sync_running_stats(model, world, how)  # a mean may be negative
             continue
-        message = "running statistics must be finite, and variances not negative: got others in "
-        found = rf"{message}layer {number} on rank\(s\) \[{guilty}\]"
+        message = "running statistics must be finite, and variances not negative: got other values"
+        found = rf"{message} in layer {number} on rank\(s\) \[{guilty}\]"
         with pytest.raises(FloatingPointError, match=found):
             sync_running_stats(model, world, how)

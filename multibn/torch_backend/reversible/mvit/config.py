@@ -1,4 +1,4 @@
-"""Options of a reversible MViT, and the keys of SlowFast's configs."""
+"""Options of a reversible MViT, read from SlowFast's configs."""
 
 import ast
 import re
@@ -33,15 +33,15 @@ _NORMS: dict[Any, NormFactory] = {
 _FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(\d+(?:\.\d+)?))?(_(\d+(?:\.\d+)?))?")
 
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
-# Keys that become no option, with the one value that they may have, and SlowFast's default.
+# Keys that are not options: the only supported value, SlowFast's default, and why.
 _FIXED = {
     "MVIT.REV.ENABLE": (True, False, "other values select a non-reversible model"),
     "MVIT.REV.RES_PATH": ("conv", "conv", "SlowFast's own model fails with this value"),
     "DETECTION.ENABLE": (False, False, "detection is not supported"),
 }
 
-# Keys of MVIT that are accepted and become no option: SlowFast's reversible model does not read
-# them either, or another option says the same.
+# MVIT keys that are ignored: SlowFast's reversible model does not read them either, or another
+# option has the same effect.
 _UNREAD = {"MVIT.CLS_EMBED_ON", "MVIT.LAYER_SCALE_INIT_VALUE", "MVIT.DIM_MUL_IN_ATT"}
 
 
@@ -53,19 +53,19 @@ def _key(key: str, default: Any) -> Any:
 class RevMViTConfig:
     """Options of a reversible MViT, under the names of SlowFast's keys in lower case.
 
-    Defaults are SlowFast's, but for the cls token, which no reversible model has. So are lists of
-    layers: `dim_mul=((1, 2.0),)` doubles the width in layer 1, and
-    `pool_q_stride=((1, 1, 2, 2),)` pools the queries of layer 1 by (1, 2, 2).
+    Defaults are SlowFast's, except that a reversible model has no cls token. As in SlowFast,
+    options of single layers are lists that begin with the layer: `dim_mul=((1, 2.0),)` doubles the
+    width in layer 1, and `pool_q_stride=((1, 1, 2, 2),)` pools its queries by (1, 2, 2).
 
     Parameters
     ----------
     crop_size, num_frames, in_channels
-        Rows and columns, frames, and channels of the input (DATA.TRAIN_CROP_SIZE, NUM_FRAMES and
-        the first of INPUT_CHANNEL_NUM). Images (`patch_2d`) have one frame in any case.
+        Height and width, frames, and channels of the input (DATA.TRAIN_CROP_SIZE, NUM_FRAMES and
+        the first of INPUT_CHANNEL_NUM). With `patch_2d` (images), `num_frames` is ignored.
     num_classes, head_dropout_rate, head_act, head_init_scale, detach_final_fc
         The classifier (MODEL.NUM_CLASSES, DROPOUT_RATE, HEAD_ACT, MVIT.HEAD_INIT_SCALE,
-        MODEL.DETACH_FINAL_FC). In evaluation it ends with `head_act`: `"softmax"`, `"sigmoid"` or
-        `"none"`. Its first weights and biases are multiplied by `head_init_scale`.
+        MODEL.DETACH_FINAL_FC). In evaluation, `head_act` is applied to the logits: `"softmax"`,
+        `"sigmoid"` or `"none"`. `head_init_scale` multiplies the initial weights and biases.
     pool_mode
         How tokens are pooled (MVIT.MODE): `"conv"`, a depthwise convolution shared by the heads,
         then a norm; `"conv_unshared"`, the same over all channels, with `pool_first` only; `"avg"`
@@ -73,54 +73,56 @@ class RevMViTConfig:
     patch_2d, patch_kernel, patch_stride, patch_padding
         The patch embedding: two numbers each for images, three for video.
     embed_dim, num_heads, depth, mlp_ratio, qkv_bias, dim_mul, head_mul
-        Width and heads of layer 0, layers, width of the MLPs, and where widths and heads multiply.
+        Width and heads of layer 0; number of layers; width of the MLPs, as a multiple of their
+        input's; whether queries, keys and values have biases; factors of width and heads by layer.
     pool_q_stride, pool_kv_stride, pool_kv_stride_adaptive, pool_kvq_kernel
-        Pooling by layers. The adaptive stride replaces `pool_kv_stride`: the stride of keys and
-        values in layer 0, divided by each stride of the queries in turn. Without
-        `pool_kvq_kernel`, a kernel is one wider than its stride.
+        Strides by layer, and the kernel of all pooling. The adaptive stride replaces
+        `pool_kv_stride`: the stride of keys and values before layer 0, divided by the queries'
+        stride of each layer in turn. Without `pool_kvq_kernel`, a kernel is one larger than its
+        stride, unless that is 1.
     pool_first, separate_qkv, residual_pooling, rel_pos_spatial, rel_pos_temporal, rel_pos_zero_init
-        Options of the attention: pool its input instead of queries, keys and values; three linear
+        Options of the attention: pool the input instead of queries, keys and values; three linear
         layers instead of one, implied by `pool_first`; add the pooled queries to the output;
-        relative positions along rows and columns, along frames, and whether they start at zero.
+        relative positions in space and in time, and whether their tables start at zero.
     use_abs_pos, sep_pos_embed, use_fixed_sincos_pos
-        Learned position embeddings; separate ones for space and time; instead, fixed sines and
-        cosines, which are added twice, as in SlowFast.
+        Learned position embeddings; separate ones for space and time; or, instead of both, fixed
+        sines and cosines, which are added twice, as in SlowFast.
     norm
         Every norm of the model: `"layernorm"`, as published; `"batchnorm"`, nn.BatchNorm1d;
         `"sync_batchnorm"`, `SyncBatchNorm` over the default process group; or a function (dim,
         role) -> nn.Module, whose roles are `"block"` (before attention and MLP), `"pool"` (of
         queries, keys and values), `"residual"` (of a transition's residual, if norms have buffers),
-        `"fuse"`, `"stem"` and `"final"`. Batch norms of torch and multibn, for `(N, C, L)`,
-        normalize the last axis of `(B, ..., C)`, too. A model is pickled with this function.
+        `"fuse"`, `"stem"` and `"final"`. Batch norms of torch and multibn get `(B, C, L)`, other
+        modules `(B, ..., C)`. The function is pickled with the model.
     norm_stem, use_mean_pooling
-        A norm before the first layer; the mean over tokens before instead of after the last norm.
+        A norm before the first layer; average the tokens before the last norm instead of after it.
     dropout_rate, droppath_rate
         Dropout of the embedding, of the attention's output and after the last layer; stochastic
-        depth of the last layer (layers before it: linearly from 0).
+        depth, which grows linearly from 0 in layer 0 to this rate in the last layer.
     zero_decay_pos_cls
-        Whether `RevMViT.no_weight_decay` names the positions.
+        Whether `RevMViT.no_weight_decay` returns the names of position embeddings.
     respath_fuse, pre_q_fusion
         Fusions of the streams after the last layer, and before a stage transition: `"add"`,
-        `"avg"`, `"max"` or `"min"`; `"concat"`, both side by side; `"concat_linear"`, these plus an
-        MLP of them. `"concat_linear_2"` makes the MLP's hidden layer twice as wide as its input,
+        `"avg"`, `"max"` or `"min"`; `"concat"`, along channels; `"concat_linear"`, the same plus an
+        MLP of it. `"concat_linear_2"` makes the MLP's hidden layer twice as wide as its input,
         `"concat_linear_2_0.1"` adds dropout, and a prefix `"ln+"` puts a norm before the MLP.
     buffer_layers
         The stage transitions: layers that are not reversible, so that grid and width can change.
     drop_path_mode
-        How samples are dropped, not a key of SlowFast: `"residual_branch"` skips attention and MLP
-        of stage transitions, and F and G of a block independently; `"whole"` zeroes the output of a
-        transition, and skips both F and G, as SlowFast does.
+        How samples are dropped (not a key of SlowFast): `"residual_branch"` skips attention and MLP
+        of a transition, and F and G of a block, independently. `"whole"` zeroes the output of a
+        transition, and skips F and G of a block together, as SlowFast does.
     mode
-        Training mode, not a SlowFast key: `"auto"` recomputes activations in the backward pass,
-        `"reversible"` also those of frozen blocks, and `"stored"` stores them, see
-        `ReversibleSequence`. In evaluation activations are stored.
+        How the model trains (not a key of SlowFast): `"auto"` recomputes activations in the
+        backward pass, `"reversible"` also those of blocks in eval(), and `"stored"` stores them,
+        see `ReversibleSequence`. A model in eval() stores activations.
 
     Raises
     ------
     TypeError
-        If a number is of another type.
+        If an option has the wrong type.
     ValueError
-        If an option is not valid. The model checks the options that concern several layers.
+        If an option is not valid. The model checks whether layers fit each other.
 
     Examples
     --------
@@ -189,7 +191,9 @@ class RevMViTConfig:
                 check_int(name, value)
             elif hint is float:
                 check_number(name, value, _INTERVALS.get(name, "[0, 1)"))
-        is_norm = isinstance(self.norm, type) and issubclass(self.norm, _NormBase)  # for itself
+            elif get_origin(hint) is Sequence and not isinstance(value, tuple):
+                raise TypeError(f"`{name}` must be a sequence: got {value!r}.")
+        is_norm = isinstance(self.norm, type) and issubclass(self.norm, _NormBase)  # takes no role
         if is_norm or not (callable(self.norm) or self.norm in _NORMS):
             raise ValueError(
                 f"`norm` must be one of {', '.join(map(repr, _NORMS))} or a function (dim, role) "
@@ -205,6 +209,10 @@ class RevMViTConfig:
                     f"`{name}` must hold {axes} numbers with patch_2d={self.patch_2d}: got "
                     f"{getattr(self, name)!r}."
                 )
+        for name in ("pool_kv_stride_adaptive", "pool_kvq_kernel"):
+            value = getattr(self, name)
+            if value and (not isinstance(value, tuple) or len(value) != 3):
+                raise ValueError(f"`{name}` must hold three numbers, (T, H, W): got {value!r}.")
         for name in ("patch_kernel", "patch_stride", "pool_kv_stride_adaptive", "pool_kvq_kernel"):
             check_ints(name, getattr(self, name) or ())
         check_ints("patch_padding", self.patch_padding, least=0)
@@ -217,7 +225,7 @@ class RevMViTConfig:
                 check_number(name, factor, "(0, inf)")
 
     def _entries(self, name: str, words: str, length: int) -> tuple[tuple[Any, ...], ...]:
-        """A field that lists tuples of `length`, in words `words`."""
+        """Return a field, a list of tuples of `length`, which errors describe by `words`."""
         entries: Any = getattr(self, name)
         if any(not isinstance(entry, tuple) or len(entry) != length for entry in entries):
             raise ValueError(f"`{name}` must list {words}: got {entries!r}.")
@@ -232,7 +240,7 @@ class RevMViTConfig:
             )
 
     def make_norm(self, dim: int, role: Role) -> nn.Module:
-        """The norm of `dim` channels in this place."""
+        """Return a new norm of `dim` channels for this role."""
         make = self.norm if callable(self.norm) else _NORMS[self.norm]
         return make(dim, role)
 
@@ -246,22 +254,22 @@ class RevMViTConfig:
         Parameters
         ----------
         cfg
-            Path of a yaml file (needs PyYAML), or such a config as a dict, a yacs CfgNode or an
-            OmegaConf config. Missing keys have SlowFast's defaults; keys outside MVIT that do not
-            concern the model are ignored. Or a `RevMViTConfig`.
+            Path of a yaml file (needs PyYAML), or the config as a dict, a yacs CfgNode or an
+            OmegaConf config. Missing keys have SlowFast's defaults. Keys outside MVIT that do not
+            affect the model are ignored. A `RevMViTConfig` is accepted, too.
         **options
             Fields that replace those of `cfg`.
 
         Raises
         ------
         ValueError
-            If MVIT has a key that SlowFast does not have, MVIT.REV.ENABLE is not True,
-            MVIT.REV.RES_PATH is not "conv", DETECTION.ENABLE is True, or an option is not valid.
+            If MVIT has an unknown key, MVIT.REV.ENABLE is not True, MVIT.REV.RES_PATH is not
+            "conv", DETECTION.ENABLE is True, or an option is not valid.
 
         Warns
         -----
         UserWarning
-            If MVIT.CLS_EMBED_ON is True, as in a published file: the model has no cls token.
+            If MVIT.CLS_EMBED_ON is True, which is ignored: the model has no cls token.
         """
         if isinstance(cfg, cls):
             return replace(cfg, **options)
@@ -290,9 +298,9 @@ class RevMViTConfig:
 
 
 def parse_fusion(name: str, mode: str) -> tuple[float, float] | None:
-    """Width factor and dropout rate of the MLP, None for modes without an MLP.
+    """Return width factor and dropout rate of the MLP; None for modes without an MLP.
 
-    `name` is the argument's, for the error.
+    `name` is the argument's name in errors.
     """
     if mode in ("add", "avg", "max", "min", "concat"):
         return None
@@ -306,14 +314,14 @@ def parse_fusion(name: str, mode: str) -> tuple[float, float] | None:
 
 
 def _as_tuple(value: Any) -> Any:
-    """`value` with all lists in it replaced by tuples."""
+    """Return `value` with lists converted to tuples, nested ones too."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(map(_as_tuple, value))
     return value
 
 
 def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The config as one dict with dotted keys."""
+    """Return the config as one dict with dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in node.items():
         if isinstance(value, Mapping):
@@ -324,7 +332,7 @@ def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _literal(value: Any) -> Any:
-    """Parse a string as yacs does: yaml has no tuples, so `(3, 7, 7)` comes as a string."""
+    """Parse a string as yacs does: yaml reads `(3, 7, 7)` as a string."""
     try:
         return ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError):

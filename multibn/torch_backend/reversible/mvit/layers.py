@@ -1,4 +1,4 @@
-"""Layers of a reversible MViT: norms, attention, MLP, their blocks, transitions between stages."""
+"""Layers of a reversible MViT: attention, MLP, fusion, blocks and stage transitions."""
 
 import math
 from collections import OrderedDict
@@ -26,11 +26,11 @@ _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm` over the channels of `(B, ..., C)`.
+    """Apply `norm` to the channels of `(B, ..., C)`.
 
-    Batch norms of torch and multibn take channels at axis 1: they get `(B, C, L)`, or `(B, C)`. B
-    stays the first axis, so that sub-batch norms split the batch by samples. Any other module gets
-    `x` itself.
+    Batch norms of torch and multibn get `(B, C, L)`, or `(B, C)`, because they expect channels on
+    axis 1. B stays the first axis, so that sub-batch norms split the batch by samples. Other
+    modules get `x` itself.
     """
     if x.ndim == 2 or not isinstance(norm, (_NormBase, SyncNormBase)):
         return norm(x)
@@ -41,7 +41,7 @@ def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
 def pool_tokens(
     x: Tensor, pool: nn.Module | None, thw: Grid, norm: nn.Module | None = None
 ) -> tuple[Tensor, Grid]:
-    """Tokens `(B, heads, T*H*W, C)` pooled over their grid, then normalized; and the new grid."""
+    """Pool tokens `(B, heads, T*H*W, C)` over their grid, normalize; also return the new grid."""
     if pool is None:
         return x, thw
     volume = pool(x.flatten(0, 1).unflatten(1, thw).movedim(-1, 1).contiguous())
@@ -54,12 +54,12 @@ def pool_tokens(
 def relative_position_bias(
     q: Tensor, q_thw: Grid, k_thw: Grid, tables: Sequence[Tensor | None]
 ) -> Tensor:
-    """Attention bias of relative positions: the sum over axes of `q` times the distance's vector.
+    """Return the attention bias: the sum over axes of `q` times the vector of the distance.
 
-    `(B, heads, prod(q_thw), prod(k_thw))` for queries `(B, heads, prod(q_thw), C)`. If the grids
-    of queries and keys differ, distances count steps of the finer grid. `tables` holds, for the
-    axes T, H and W, None or vectors `(distances, C)`; linear interpolation gives a table of another
-    length than `2 * longer side - 1` this length.
+    Its shape is `(B, heads, prod(q_thw), prod(k_thw))` for queries `(B, heads, prod(q_thw), C)`.
+    If the grids of queries and keys differ, distances are in steps of the finer grid. `tables` has
+    None or vectors `(distances, C)` for each of the axes T, H and W. A table is interpolated
+    linearly to `2 * longer side - 1` distances.
     """
     q = q.unflatten(2, q_thw)
     bias = q.new_zeros(1)
@@ -77,7 +77,7 @@ def relative_position_bias(
 
 
 def _vectors(table: Tensor, q_size: int, k_size: int) -> Tensor:
-    """The vector of each pair of positions along one axis, shape `(q_size, k_size, C)`."""
+    """Return the vector of each pair of positions along one axis, `(q_size, k_size, C)`."""
     distances = 2 * max(q_size, k_size) - 1
     if len(table) != distances:
         table = F.interpolate(table.T[None], size=distances, mode="linear")[0].T
@@ -90,8 +90,8 @@ def _vectors(table: Tensor, q_size: int, k_size: int) -> Tensor:
 class MultiScaleAttention(nn.Module):
     """Multi-head attention that pools queries, keys and values over the token grid.
 
-    `layer` says its sizes, `config` its options. `layer.grid` decides the size of the relative
-    positions; `forward` takes other grids, too.
+    `layer` has the sizes, `config` the options. `layer.grid` sets the size of the tables of
+    relative positions; `forward` takes other grids, too.
 
     Fan et al., "Multiscale Vision Transformers", ICCV 2021; Li et al., "MViTv2", CVPR 2022.
     """
@@ -139,7 +139,7 @@ class MultiScaleAttention(nn.Module):
         ):
             table = None
             if wanted:
-                # Along frames, the table is for the grid before the pooling.
+                # The table of frames ignores the pooling.
                 size = layer.grid[axis] // min(stride[axis] if axis else 1 for stride in strides)
                 table = nn.Parameter(torch.zeros(2 * size - 1, dim_out // layer.num_heads))
                 if not config.rel_pos_zero_init:
@@ -165,9 +165,9 @@ class MultiScaleAttention(nn.Module):
 
         tables = (self.rel_pos_t, self.rel_pos_h, self.rel_pos_w)
         relative = any(table is not None for table in tables)
-        # With a mask, scaled_dot_product_attention uses another kernel if gradients are needed: the
-        # recomputation would not repeat the numbers of the first pass. In a trace, fvcore would not
-        # count its operations.
+        # With a mask, scaled_dot_product_attention chooses its kernel by whether gradients are
+        # needed, so that a recomputation would differ from the first pass. In a trace, fvcore does
+        # not count the operations of the fused kernel.
         if relative or torch.jit.is_tracing():
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
             if relative:
@@ -181,19 +181,19 @@ class MultiScaleAttention(nn.Module):
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """`(B, L, heads*C)` as `(B, heads, L, C)`."""
+    """Reshape `(B, L, heads*C)` to `(B, heads, L, C)`."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """`(B, heads, L, C)` as `(B, L, heads*C)`."""
+    """Reshape `(B, heads, L, C)` to `(B, L, heads*C)`."""
     return x.transpose(1, 2).flatten(2)
 
 
 class Mlp(nn.Module):
     """Two linear layers with a GELU between them; the output is as wide as the input.
 
-    Ignores the grid: both functions of a block get the same arguments.
+    Ignores `thw`: F and G of a block get the same arguments.
     """
 
     def __init__(self, dim: int, hidden: int, drop_rate: float = 0.0) -> None:
@@ -208,7 +208,7 @@ class Mlp(nn.Module):
 
 
 class SubBlock(nn.Sequential):
-    """A norm, and attention or an MLP after it."""
+    """A norm, followed by attention or an MLP."""
 
     def forward(self, x: Tensor, *thw: Grid) -> Tensor:
         norm, function = self
@@ -216,7 +216,7 @@ class SubBlock(nn.Sequential):
 
 
 class TwoStreamFusion(nn.Module):
-    """Fuse two streams `(B, N, C)`, which come side by side as `(B, N, 2C)`; `dim` is 2C.
+    """Fuse two streams `(B, N, C)`, concatenated to `(B, N, 2C)`; `dim` is 2C.
 
     `RevMViTConfig` lists the modes.
     """
@@ -238,7 +238,7 @@ class TwoStreamFusion(nn.Module):
 
 
 class ReversibleBlock(nn.Module):
-    """The functions F and G of a reversible block, which `ReversibleMViT` runs."""
+    """The modules F and G of a reversible block; `ReversibleMViT` runs them."""
 
     def __init__(self, layer: LayerSizes, config: RevMViTConfig) -> None:
         super().__init__()
@@ -251,11 +251,11 @@ class ReversibleBlock(nn.Module):
 
 
 class StageTransitionBlock(ReversibleBlock):
-    """Fuses the two streams, pools their grid and changes their width.
+    """Fuse the two streams, pool their grid and change their width.
 
-    An attention and an MLP with residuals; autograd stores their activations. The residual goes
-    through the queries' pooling convolution and norm, too. If this norm keeps statistics of its
-    input, the residual has a norm of its own, `norm_res`, because its statistics differ.
+    Attention and an MLP with residual connections; autograd stores their activations. The residual
+    also goes through the queries' pooling convolution and norm. If that norm has buffers, the
+    residual gets a separate norm, `norm_res`, because the statistics of the residual differ.
     """
 
     def __init__(self, layer: LayerSizes, config: RevMViTConfig) -> None:
@@ -273,7 +273,7 @@ class StageTransitionBlock(ReversibleBlock):
             self.norm_res = config.make_norm(width // attn.pool_heads, "residual")
 
     def forward(self, x: Tensor, thw: Grid) -> tuple[Tensor, Grid]:
-        """Both streams `(B, N, 2C)` on the grid `thw` to one `(B, N', dim_out)`, and its grid."""
+        """Map both streams `(B, N, 2C)` on grid `thw` to one `(B, N', dim_out)` and its grid."""
         x = self.pre_q_fuse(x)
         skip, pooled_thw = self._residual(x, thw)
         rate = self.drop_path if self.training else 0.0

@@ -20,21 +20,21 @@ from multibn.torch_backend.reversible.sequence import ReversibleSequence
 
 
 class ReversibleMViT(ReversibleSequence):
-    """The layers of a reversible MViT: two streams, stored at stage transitions only.
+    """Layers of a reversible MViT; autograd stores activations at stage transitions only.
 
     Parameters
     ----------
     config
-        A `RevMViTConfig`, or another argument of `RevMViTConfig.from_slowfast`.
+        A `RevMViTConfig`, or anything else that `RevMViTConfig.from_slowfast` takes.
     model
-        SlowFast's argument, the surrounding module. Not read: `config` says all that it says.
+        Ignored. SlowFast passes the surrounding module here.
 
     Attributes
     ----------
     mode
-        That of the config; may be changed.
+        As in `config`; may be assigned.
     no_custom_backward
-        SlowFast's name: True is `mode="stored"`, False is `mode="auto"`.
+        SlowFast's name for the mode: True is `"stored"`, False is `"auto"`.
 
     Raises
     ------
@@ -67,7 +67,7 @@ class ReversibleMViT(ReversibleSequence):
 
     @property
     def no_custom_backward(self) -> bool:
-        """PySlowFast's name for `mode == "stored"`; may be assigned."""
+        """Whether `mode` is `"stored"`; may be assigned. The name is SlowFast's."""
         return self.mode == "stored"
 
     @no_custom_backward.setter
@@ -75,15 +75,16 @@ class ReversibleMViT(ReversibleSequence):
         self.mode = "stored" if value else "auto"
 
     def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:  # type: ignore[override]
-        """Tokens `(B, T*H*W, embed_dim)` to both streams side by side, `(B, T'*H'*W', 2*dim_out)`.
+        """Map tokens `(B, T*H*W, embed_dim)` to both streams `(B, T'*H'*W', 2*dim_out)`.
 
-        `thw` is the grid of the tokens, by default that of the config.
+        The streams are concatenated along channels. `thw` is the grid of the tokens, by default
+        `config`'s.
         """
         thw = self.grid if thw is None else thw
         first = 0
-        # In evaluation, attention that can be differentiated twice: torch's fused kernels cannot.
-        # Not in training, whose recomputation is without gradients at first and with gradients
-        # then, and would use two kernels.
+        # In evaluation, attention can be differentiated twice, which torch's fused kernels cannot.
+        # In training, the choice must not depend on is_grad_enabled(): the first pass runs without
+        # gradients, the recomputation with gradients, and they would use different kernels.
         double_backward = not self.training and torch.is_grad_enabled()
         with sdpa_kernel(SDPBackend.MATH) if double_backward else nullcontext():
             for index, layer in enumerate(self.layers):
@@ -94,7 +95,7 @@ class ReversibleMViT(ReversibleSequence):
         return F.dropout(x, self.dropout, self.training)
 
     def _stage(self, indices: range, x: Tensor, thw: Grid) -> Tensor:
-        """Run reversible layers with both streams from `x`; returns the streams side by side."""
+        """Run reversible layers, with `x` as both streams. Return the concatenated streams."""
         return torch.cat(self._run(indices, x, x, thw), dim=-1)
 
     def _recomputes(self, indices: range) -> bool:
@@ -111,7 +112,7 @@ class PatchEmbed(nn.Module):
         self.proj: nn.Module = conv(config.in_channels, config.embed_dim, *sizes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Tokens `(B, T*H*W, dim)` and their grid (T, H, W)."""
+        """Return tokens `(B, T*H*W, dim)` and their grid (T, H, W)."""
         flat = isinstance(self.proj, nn.Conv2d)
         if x.ndim != (4 if flat else 5):
             wanted = "images (B, C, H, W)" if flat else "video (B, C, T, H, W)"
@@ -124,7 +125,7 @@ class PatchEmbed(nn.Module):
 
 
 class TransformerHead(nn.Module):
-    """Dropout and a linear layer; in evaluation, probabilities of its logits."""
+    """Dropout and a linear layer; in evaluation, also the activation `head_act`."""
 
     def __init__(self, dim: int, config: RevMViTConfig) -> None:
         super().__init__()
@@ -144,14 +145,14 @@ class TransformerHead(nn.Module):
 class RevMViT(nn.Module):
     """Reversible multi-scale vision transformer for images or video (Mangalam et al., CVPR 2022).
 
-    State dicts have the keys of SlowFast's reversible MViT with the same options, so that published
-    checkpoints load: `model.load_state_dict(torch.load(path)["model_state"])`.
+    State dicts have the keys of SlowFast's reversible MViT with the same options. Published
+    checkpoints load by `model.load_state_dict(torch.load(path)["model_state"])`.
 
     Parameters
     ----------
     config
-        As of `ReversibleMViT`. A depth without `buffer_layers` is a reversible ViT.
-        `rev_backbone.mode` changes its mode.
+        As for `ReversibleMViT`. Without `buffer_layers`, the model is a reversible ViT. To change
+        the mode later, assign `model.rev_backbone.mode`.
 
     Raises
     ------
@@ -160,11 +161,11 @@ class RevMViT(nn.Module):
 
     Notes
     -----
-    Collective if its norms are.
+    Collective if the norms are.
 
     In evaluation the model can be differentiated twice, traced and compiled with `fullgraph=True`.
-    If gradients are needed, or in torch.jit.trace, attention is not a fused kernel then, and
-    materializes the scores.
+    There, attention stores its scores instead of using a fused kernel if gradients are needed, and
+    in torch.jit.trace.
 
     Examples
     --------
@@ -213,15 +214,15 @@ class RevMViT(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any, **options: Any) -> "RevMViT":
-        """Make the model of `RevMViTConfig.from_slowfast(cfg, **options)`."""
+        """Return a model with the config `RevMViTConfig.from_slowfast(cfg, **options)`."""
         return cls(RevMViTConfig.from_slowfast(cfg, **options))
 
     def forward(self, x: Any) -> Tensor:
         """Classify images `(B, C, H, W)` or video `(B, C, T, H, W)`, of any size.
 
-        Interpolates the position embeddings. `x` may be a list of one tensor, as in SlowFast.
-        Returns logits `(B, num_classes)` in training, probabilities in evaluation. Raises
-        ValueError if `x` has another number of dimensions.
+        Position embeddings are interpolated. `x` may be a list of one tensor, as in SlowFast.
+        Returns `(B, num_classes)`: logits in training, `head_act` of the logits in evaluation.
+        Raises ValueError if `x` has the wrong number of dimensions.
         """
         if isinstance(x, list | tuple):
             (x,) = x
@@ -235,24 +236,24 @@ class RevMViT(nn.Module):
         return self.head(self._pool(self.rev_backbone(x, thw)))
 
     def no_weight_decay(self) -> list[str]:
-        """Names of the position embeddings if `zero_decay_pos_cls` is set, else none."""
+        """Return the names of all position embeddings; `[]` if not `zero_decay_pos_cls`."""
         if not self.config.zero_decay_pos_cls:
             return []
         names = (name for name, _ in self.named_parameters())
         return [n for n in names if n.rpartition(".")[2].startswith(("pos_embed", "rel_pos_"))]
 
     def _positions(self) -> Tensor | None:
-        """Position embeddings of the configured grid, shape `(1, T*H*W, C)`."""
+        """Return the position embeddings of the configured grid, shape `(1, T*H*W, C)`."""
         if not (self.config.use_abs_pos or self.config.use_fixed_sincos_pos):
             return None
         if self.config.use_fixed_sincos_pos:
-            return 2 * self.pos_embed  # SlowFast adds them twice, and its weights need them so
+            return 2 * self.pos_embed  # as in SlowFast, for its weights
         if not self.config.sep_pos_embed:
             return self.pos_embed
         return (self.pos_embed_temporal[:, :, None] + self.pos_embed_spatial[:, None]).flatten(1, 2)
 
     def _pool(self, x: Tensor) -> Tensor:
-        """Both streams `(B, N, 2C)` as one vector for each sample."""
+        """Reduce both streams `(B, N, 2C)` to one vector for each sample."""
         if self.fuse_last:
             return self.fuse(normalize_last_axis(self.norm, x)).mean(1)
         x = self.fuse(x)
@@ -262,7 +263,7 @@ class RevMViT(nn.Module):
 
 
 def resize_positions(positions: Tensor, thw: Grid, new_thw: Grid) -> Tensor:
-    """Position embeddings `(1, T*H*W, C)` of grid `thw`, interpolated trilinearly for grid `to`."""
+    """Interpolate position embeddings `(1, T*H*W, C)` of grid `thw` trilinearly to `new_thw`."""
     if thw == new_thw:
         return positions
     volume = positions.unflatten(1, thw).movedim(-1, 1)
@@ -270,10 +271,10 @@ def resize_positions(positions: Tensor, thw: Grid, new_thw: Grid) -> Tensor:
 
 
 def sincos_positions(dim: int, thw: Grid) -> Tensor:
-    """Fixed position embeddings, shape `(1, T*H*W, dim)`.
+    """Return fixed position embeddings, shape `(1, T*H*W, dim)`.
 
-    A quarter of the channels encodes the frame, 3/8 the column and 3/8 the row: sines, then
-    cosines, of the position times frequencies from 1 down towards 1/10000 (Vaswani et al. 2017).
+    A quarter of the channels encodes the frame, 3/8 the column and 3/8 the row. They are sines,
+    then cosines, of the position times frequencies from 1 down to 1/10000 (Vaswani et al. 2017).
     """
     axes = (torch.arange(size, dtype=torch.float64) for size in thw)
     frame, row, column = torch.cartesian_prod(*axes).unbind(1)
@@ -293,7 +294,7 @@ def _learned_positions(count: int, dim: int) -> nn.Parameter:
 
 
 def _init_weights(module: nn.Module) -> None:
-    """Initialise as the published models do; batch norms, and weights of norms, as torch does."""
+    """Initialize linear and convolution weights, and linear and LayerNorm biases, as published."""
     if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
         nn.init.trunc_normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:

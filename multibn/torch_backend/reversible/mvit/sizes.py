@@ -12,7 +12,7 @@ Pooling = tuple[Sequence[int], Sequence[int]]  # kernel and stride, (1, 1, 1) wi
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a reversible layer, or of a transition, which fuses both streams into one."""
+    """Sizes of a reversible layer or, if `transition`, of one that fuses the streams."""
 
     transition: bool
     dim: int  # of the input, fused
@@ -25,7 +25,7 @@ class LayerSizes:
 
 
 def patch_grid(config: RevMViTConfig) -> Grid:
-    """The grid of the embedded patches, at the configured resolution."""
+    """Return the grid of the embedded patches at the configured resolution."""
     sizes = (config.num_frames, config.crop_size, config.crop_size)
     kernel, stride, padding = config.patch_kernel, config.patch_stride, config.patch_padding
     if config.patch_2d:
@@ -35,7 +35,7 @@ def patch_grid(config: RevMViTConfig) -> Grid:
 
 
 def layer_sizes(config: RevMViTConfig) -> list[LayerSizes]:
-    """The sizes of all layers of a reversible MViT. Raises ValueError if two do not match."""
+    """Return the sizes of all layers. Raises ValueError if two layers do not match."""
     dim_mul: Any = dict(config.dim_mul)  # type: ignore[arg-type]
     head_mul: Any = dict(config.head_mul)  # type: ignore[arg-type]
     strides_q = {layer: tuple(stride) for layer, *stride in config.pool_q_stride}
@@ -82,7 +82,7 @@ def layer_sizes(config: RevMViTConfig) -> list[LayerSizes]:
 
 
 def round_width(width: float, multiplier: float, divisor: int = 1) -> int:
-    """The product rounded to a multiple of `divisor`, and up if that loses more than 10 %."""
+    """Return the product rounded to a multiple of `divisor`, up if that would lose 10 %."""
     width *= multiplier
     rounded = max(1, int(width + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * width else rounded
@@ -91,7 +91,7 @@ def round_width(width: float, multiplier: float, divisor: int = 1) -> int:
 def _pooled(
     grid: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Grid:
-    """The grid after a pooling."""
+    """Return the grid after pooling."""
     sizes = zip(grid, kernel, stride, padding, strict=True)
     return cast(Grid, tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sizes))
 

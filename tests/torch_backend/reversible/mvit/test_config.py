@@ -144,10 +144,15 @@ def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
         ({"respath_fuse": "concat_linear_a"}, r"`respath_fuse` must be .*: got 'concat_linear_a'"),
         ({"pre_q_fusion": "concat_linear_1.2.3"}, "must be 'add', .*: got 'concat_linear_1.2.3'"),
         ({"patch_kernel": (3, 7, 7)}, r"`patch_kernel` must hold 2 numbers with patch_2d=True"),
+        (
+            {"pool_kvq_kernel": (3, 3)},
+            r"`pool_kvq_kernel` must hold three numbers, \(T, H, W\): got",
+        ),
+        ({"patch_kernel": 7}, r"`patch_kernel` must be a sequence: got 7\."),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         RevMViT(RevMViTConfig(**{**SMALL, **options}))
 
 
