@@ -23,7 +23,7 @@ def convert_batch_norm(
     running_var: RunningVar = "biased",
     sum_dtype: Any = jnp.float64,
 ) -> _Model:
-    """Replace every flax.nnx.BatchNorm of a model by `BatchNorm`, in place; return the model.
+    """Replace every flax.nnx.BatchNorm of a model by `BatchNorm`, in place; return `model`.
 
     State and flax's options are kept. Layers that are `BatchNorm` already get the new options, too.
     A flax.linen module creates its layers in its code: use `multibn.flax.linen.BatchNorm` there.
@@ -76,7 +76,7 @@ def convert_batch_norm(
 
 
 def revert_batch_norm(model: _Model) -> _Model:
-    """Replace every `BatchNorm` of a model by flax.nnx.BatchNorm, in place; return the model.
+    """Replace every `BatchNorm` of a model by flax.nnx.BatchNorm, in place; return `model`.
 
     State and flax's options, including `axis_name`, are kept.
 
