@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,19 @@ def test_text_is_whole_and_can_be_read_on_a_phone(figures: Figures) -> None:
             assert min(left, bottom) > -0.02, path
             assert right < figure.get_figwidth() + 0.02, path
             assert top < figure.get_figheight() + 0.02, path
+
+
+def test_the_picture_of_a_step_shows_the_lengths_of_the_messages() -> None:
+    import one_step
+
+    from multibn import wire
+
+    lengths = [wire.HEAD + payload(0) for payload in (wire.forward_payload, wire.backward_payload)]
+    shown = [numbers for label, numbers, _ in one_step.STEPS if label == one_step.MESSAGE]
+    assert shown == [f"2C + {length} numbers" for length in lengths]
+    for theme in ("", "-dark"):
+        picture = Path(f"{one_step.PICTURE}{theme}.svg").read_text()
+        assert all(f"<!-- {numbers} -->" in picture for numbers in shown)
 
 
 @pytest.mark.parametrize("theme", ["", "-dark"])
