@@ -21,7 +21,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
         "--norm",
         choices=["plain", "sync"],
         default="sync",
-        help="batch statistics of each rank's part (plain) or of the whole batch (sync, default)",
+        help="statistics of each rank's part of a batch (plain), or of all of it (sync, default)",
     )
     parser.add_argument("--steps", type=int, default=525, help="default: 525, three epochs")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
@@ -30,7 +30,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
 
 
 def initial_weight(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """He-normal weight that depends only on the layer's name and the shape."""
+    """Return a He-normal weight that depends only on the layer's name and shape."""
     rng = np.random.default_rng(crc32(name.encode()))
     fan_in = math.prod(shape[1:])
     return rng.normal(scale=math.sqrt(2 / fan_in), size=shape)

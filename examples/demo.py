@@ -1,9 +1,9 @@
 """Train the same small ResNet in torch, Chainer and JAX, on one process and on two, and compare.
 
 All runs start from the same weights and use the same batches of 8 images. Two ranks hold 4 images
-each: with plain batch normalization, each rank normalizes by the statistics of its own 4 images;
-with synchronized batch normalization, both normalize by those of all 8, as one process does. The
-ranks of JAX are devices of one process.
+each. With plain batch normalization, each rank normalizes by the statistics of its own 4 images;
+with synchronized batch normalization, both ranks normalize by the statistics of all 8 images, as
+one process does. In JAX, ranks are devices of one process.
 """
 
 import argparse
@@ -35,16 +35,16 @@ from rich.table import Table
 EXAMPLES = Path(__file__).resolve().parent
 OUT = EXAMPLES.parent / "out"
 
-# A run follows the reference if no loss, which is of order 1, differs by more. After three epochs,
-# float32 rounding makes a difference of about 1e-6, statistics of half the batch of about 1.
+# A run reproduces the reference if no loss differs by more (losses are of order 1). After three
+# epochs, float32 rounding changes the loss by about 1e-6, statistics of half the batch by about 1.
 TOLERANCE = 1e-3
 
-SECONDS_PER_RUN = 300  # a longer run counts as a deadlock
+SECONDS_PER_RUN = 300  # a run that takes longer is treated as a deadlock
 
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
-    # By default Open MPI does not run as root, the only user of many containers, and does not start
+    # By default, Open MPI refuses to run as root, the only user in many containers, and to start
     # more ranks than the machine has cores.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """The mean of the last epoch so far."""
+        """The mean loss of the last epoch, or of the steps so far."""
         return float(np.mean(self.losses[-STEPS_PER_EPOCH:]))
 
     def command(self, steps: int, dtype: str, output: Path) -> list[str]:
@@ -93,7 +93,7 @@ class Run:
         return [*launch, str(EXAMPLES / self.script), *options, "--output", str(output)]
 
     def differences(self, reference: "Run") -> np.ndarray[Any, Any]:
-        """The largest difference of losses so far, at each step."""
+        """Return, for each step, the largest difference of losses up to this step."""
         return np.maximum.accumulate(np.abs(np.subtract(self.losses, reference.losses)))
 
 
@@ -116,7 +116,7 @@ def all_runs() -> list[Run]:
 
 
 class RunError(Exception):
-    """A run failed. Arguments: a sentence, and the end of the run's output."""
+    """A run failed. Arguments: the error message, and the end of the run's output."""
 
 
 def execute(run: Run, index: int, steps: int, dtype: str, console: Console) -> None:
@@ -128,7 +128,7 @@ def execute(run: Run, index: int, steps: int, dtype: str, console: Console) -> N
     with (
         Progress(
             TextColumn(f"{run.label:<40}"),
-            BarColumn(None),  # what 80 columns leave
+            BarColumn(None),  # takes the rest of the line
             MofNCompleteColumn(),
             TextColumn("{task.fields[loss]:<11}"),
             TimeElapsedColumn(),
@@ -147,13 +147,17 @@ def execute(run: Run, index: int, steps: int, dtype: str, console: Console) -> N
     run.seconds = time.monotonic() - start
     if process.returncode:
         in_time = run.seconds < SECONDS_PER_RUN
-        problem = f"exited with {process.returncode}" if in_time else "did not come to an end"
+        problem = (
+            f"exited with {process.returncode}"
+            if in_time
+            else f"did not end within {SECONDS_PER_RUN} s"
+        )
         raise RunError(f"{run.label}: {problem}.", printed.read_text()[-4000:])
 
 
 @contextmanager
 def launched(command: list[str], file: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher in its own process session; an early exit from the block ends it and its ranks."""
+    """Run a launcher in a new session; leaving the block early ends the launcher and its ranks."""
     process = subprocess.Popen(
         command,
         stdout=file,
@@ -182,7 +186,7 @@ def follow(
     with path.open() as file:
         unfinished = ""
         while True:
-            ended = process.poll() is not None  # before the read, which then sees all lines
+            ended = process.poll() is not None  # checked before reading, so that no line is missed
             *lines, unfinished = (unfinished + file.read()).split("\n")
             yield from map(json.loads, lines)
             if ended or time.monotonic() > deadline:
@@ -195,8 +199,8 @@ def results(runs: list[Run]) -> Table:
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        caption="loss: the mean of the last epoch;\n"
-        "difference: the largest of all steps from the first run, the reference",
+        caption="loss: mean of the last epoch;\n"
+        "difference: the largest over all steps, from the first run (the reference)",
     )
     for header in ("run", "launcher", "ranks x\nimages", "batch norm"):
         table.add_column(header, no_wrap=True)
@@ -221,7 +225,7 @@ def results(runs: list[Run]) -> Table:
 
 
 def draw(runs: list[Run]) -> Figure:
-    """A curve for each run; of one kind of batch norm, those of all frameworks coincide."""
+    """Draw a curve per run. With the same batch norm, the curves of all frameworks coincide."""
     figure = Figure(figsize=(pictures.WIDTH, 3.4), layout="constrained")
     axes = figure.subplots()
     # The reference is wide and the synchronized curves have dashes, so that both can be seen.
@@ -235,7 +239,7 @@ def draw(runs: list[Run]) -> Figure:
         label, look = looks[group]
         for i, run in enumerate(members):
             if group == (1, "plain") and i:
-                continue  # pale lines would add up
+                continue  # overlapping transparent lines would look darker
             smooth = np.convolve(run.losses, np.full(width, 1 / width), mode="valid")
             steps = np.arange(width - 1, len(run.losses))
             axes.plot(steps, smooth, label="" if i else label, **look)
@@ -246,18 +250,18 @@ def draw(runs: list[Run]) -> Figure:
 
 
 def verdict(runs: list[Run]) -> tuple[bool, str]:
-    """Whether exactly the synchronized runs follow the reference, and a sentence about it."""
+    """Return whether exactly the synchronized runs reproduce the reference, and a summary."""
     reference, *others = runs
     parts = [run for run in others if run.num_ranks > 1 and run.norm == "plain"]
     largest = max(run.differences(reference)[-1] for run in others if run not in parts)
     smallest = min(run.differences(reference)[-1] for run in parts)
     holds = bool(largest < TOLERANCE < smallest)
     return holds, (
-        f"{len(reference.losses)} steps of two ranks, in torch, Chainer and JAX, beside one "
-        "process with the whole batch:\n"
-        f"  synchronized: the same losses, to {largest:.2g}\n"
-        f"  plain:        other losses, by {smallest:.2g} or more\n"
-        f"{'It holds' if holds else 'It does NOT hold'}: synchronized ranks train as one process."
+        f"{len(reference.losses)} steps on two ranks, in torch, Chainer and JAX, compared with one "
+        "process on the whole batch:\n"
+        f"  synchronized: the same losses, within {largest:.2g}\n"
+        f"  plain:        losses differ by {smallest:.2g} or more\n"
+        f"{'It holds' if holds else 'It does NOT hold'}: synchronized ranks train like one process."
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 NUM_TRAIN = 1400  # the other 397 images are the test set
-BATCH_SIZE = 8  # of all ranks together; small, so that the statistics of a part are poor
+BATCH_SIZE = 8  # over all ranks; small, so that the statistics of one rank's part are poor
 STEPS_PER_EPOCH = NUM_TRAIN // BATCH_SIZE
 
 
@@ -22,7 +22,7 @@ class Digits(NamedTuple):
 
 
 def load(dtype: str) -> tuple[Digits, Digits]:
-    """Training and test set."""
+    """Return the training set and the test set."""
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     x = (pixels[order] / 16).reshape(-1, 1, 8, 8).astype(dtype)
@@ -31,7 +31,7 @@ def load(dtype: str) -> tuple[Digits, Digits]:
 
 
 def batches(num_steps: int, rank: int, size: int) -> Iterator[np.ndarray[Any, Any]]:
-    """This rank's part of each step's batch, as indices into the training set."""
+    """Yield this rank's part of each step's batch, as indices into the training set."""
     rng = np.random.default_rng(1)
     for step in range(num_steps):
         if step % STEPS_PER_EPOCH == 0:

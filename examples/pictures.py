@@ -1,6 +1,6 @@
-"""The look of all pictures. A colour has one meaning everywhere, for light pages and for dark ones.
+"""The style of all pictures. Each colour has the same meaning everywhere, on light and dark pages.
 
-tests/pages/test_pictures.py holds how far apart the colours are for colour-blind readers, and that
+tests/pages/test_pictures.py checks that colour-blind readers can tell the colours apart, and that
 the text can be read on a phone.
 """
 
@@ -12,10 +12,10 @@ import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
 
-# Statistics of all ranks, multibn's; of one rank; INK: the reference, and exact statistics; and
-# what other libraries do. Where two things share a colour, they differ by dashes or hatches.
+# SYNCHRONIZED: statistics of all ranks, multibn. PLAIN: statistics of one rank. INK: the reference
+# and exact statistics. OTHER: other libraries. Curves of one colour differ by dashes or hatches.
 SYNCHRONIZED, PLAIN, INK, OTHER = "C0", "C1", "C2", "C3"
-# By the end of a file's name: the page, and the four colours. Blue and orange are Okabe and Ito's.
+# By file name suffix: background and the four colours. Blue and orange are Okabe and Ito's.
 THEMES = {
     "": ("#FFFFFF", ("#0072B2", "#D55E00", "#1A1A1A", "#767676")),
     "-dark": ("#14181E", ("#56B4E9", "#E69F00", "#F0F0F0", "#8A8A8A")),
@@ -39,7 +39,7 @@ def style(theme: str) -> dict[Any, Any]:
         "grid.alpha": 0.3,
         "hatch.linewidth": 2,
         "legend.frameon": False,
-        "svg.hashsalt": "multibn",  # the same picture is the same file
+        "svg.hashsalt": "multibn",  # makes files reproducible
     }
 
 

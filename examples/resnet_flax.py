@@ -1,4 +1,4 @@
-"""The ResNet of resnet_torch.py in flax: the same layers by the same names, channels last."""
+"""The ResNet of resnet_torch.py in flax: the same layers under the same names, channels last."""
 
 from typing import Any
 

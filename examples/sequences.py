@@ -3,8 +3,9 @@
 pip install --no-deps aeon==1.6.0
 python examples/sequences.py
 
-Launches itself under torchrun with 1 to 4 ranks: half a minute on two cores. The recordings,
-JapaneseVowels (Kudo, Toyama and Shimbo, 1999), are in the wheel of aeon, which is not imported.
+Launches itself under torchrun with 1 to 4 ranks, and takes half a minute on two cores. The
+recordings, JapaneseVowels (Kudo, Toyama and Shimbo, 1999), are in the wheel of aeon, which is not
+imported.
 """
 
 import importlib.util
@@ -25,7 +26,7 @@ PADDINGS = {"zeros": 0.0, "1e30": 1e30, "NaN": float("nan")}
 
 
 def read(split: str) -> list[Tensor]:
-    """The recordings of "TRAIN" or "TEST", each `(time, 12)`."""
+    """Return the recordings of split "TRAIN" or "TEST", each of shape `(time, 12)`."""
     spec = importlib.util.find_spec("aeon")
     assert spec is not None, "pip install --no-deps aeon==1.6.0"
     assert spec.origin is not None
@@ -40,18 +41,18 @@ def read(split: str) -> list[Tensor]:
 
 
 def part(batch: list[Tensor], rank: int, size: int) -> list[Tensor]:
-    """A rank's recordings: more on later ranks."""
+    """Return a rank's recordings; later ranks get more."""
     ends = [len(batch) * k * (k + 1) // (size * (size + 1)) for k in range(size + 1)]
     return batch[ends[rank] : ends[rank + 1]]
 
 
 def worst(got: Tensor, expected: Tensor) -> Tensor:
-    """Largest error, relative to the largest entry."""
+    """Return the largest error, relative to the largest expected value."""
     return (got.double() - expected).abs().max() / expected.abs().max()
 
 
 def errors(recordings: list[Tensor], padding: float, masked: bool) -> list[float]:
-    """The largest errors of y, dx and the running variance, over some steps and all ranks."""
+    """Return the largest errors of y, dx and the running variance, over all steps and ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     layer, exact = SyncBatchNorm(12), nn.BatchNorm1d(12).double()
     largest = torch.zeros(3, dtype=torch.float64)
@@ -68,7 +69,7 @@ def errors(recordings: list[Tensor], padding: float, masked: bool) -> list[float
         here = slice(first, first + int(lengths.sum()))
         counts = torch.arange(x.shape[2]) < lengths[:, None]
         expected = exact(elements)
-        # A gradient like that of a loss: different for each element.
+        # A loss whose gradient is different for each element.
         (expected.sin() * elements.detach()).sum().backward()
         loss = (y.sin() * x.detach()).transpose(1, 2)[counts].sum()
         loss.backward()

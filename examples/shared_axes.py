@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "guides" / "shared-axes"
-CHANNELS, COLUMNS = 4, 8  # columns of two ranks
+CHANNELS, COLUMNS = 4, 8  # each of the two ranks has half the columns
 
-# Name, what a column is, the channels and the columns that share the statistics of the first cell.
+# Norm, meaning of a column, and the channels and columns that share statistics with the first cell.
 ROWS: list[tuple[str, str, int, range]] = [
     ("batch, renorm", "samples", 1, range(8)),
     ("sub-batch", "samples", 1, range(0, 4, 2)),

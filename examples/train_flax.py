@@ -42,7 +42,7 @@ def main() -> None:
 
         value, gradients = nnx.value_and_grad(loss)(model)
         optimizer.update(model, gradients)
-        if args.norm == "plain":  # each device has moved running statistics of its own
+        if args.norm == "plain":  # each device has updated its own running statistics
             statistics = nnx.state(model, nnx.BatchStat)
             nnx.update(model, jax.tree.map(lambda v: jax.lax.pmean(v, "data"), statistics))
         return nnx.state((model, optimizer)), value

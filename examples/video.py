@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from multibn.torch.reversible import RevMViT, RevMViTConfig
 
-BATCH_SIZE = 4  # of each rank; small, so that the statistics of one rank would be poor
+BATCH_SIZE = 4  # per rank; small, so that the statistics of one rank would be poor
 CONFIG = RevMViTConfig(
     crop_size=SIZE,
     num_frames=FRAMES,
@@ -55,7 +55,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)  # the same weights on all ranks, ...
     model = RevMViT(replace(CONFIG, norm=args.norm))
-    torch.manual_seed(args.seed + rank)  # ... and other brightness
+    torch.manual_seed(args.seed + rank)  # ... but different brightness
     train(model, Clips(films, training=True), args.epochs)
     right, total = test(model, Clips(films, training=False), rank, size)
 
@@ -94,8 +94,8 @@ def train(model: nn.Module, clips: Clips, epochs: int) -> None:
 
 
 def kept_bytes(model: nn.Module, clips: Tensor) -> int:
-    """Bytes of the tensors that a forward pass keeps for the backward pass, without parameters."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    """Return the bytes that a forward pass keeps for the backward pass, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -104,13 +104,13 @@ def kept_bytes(model: nn.Module, clips: Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = model(clips).square().mean()
-    loss.backward()  # until here the kept tensors hold their addresses
-    return sum(size for address, size in kept.items() if address not in own)
+    loss.backward()  # keeps the tensors alive until here, so that no address is reused
+    return sum(size for address, size in kept.items() if address not in parameters)
 
 
 @torch.no_grad()
 def test(model: nn.Module, clips: Clips, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """The numbers of recognized clips and of all clips of each film, over all ranks."""
+    """Return the numbers of recognized clips and of all clips per film, over all ranks."""
     model.eval()
     counts = torch.zeros(2, len(FILMS), dtype=torch.int64)
     for index in range(rank, len(clips), size):

@@ -2,9 +2,9 @@
 
 python examples/which_batch_norm.py
 
-Launches itself under torchrun with 1, 2 and 4 ranks: about five minutes on two cores. Times are
-processor times of rank 0, which other programs change little. The kinds take turns, step by step,
-so that a change of the machine's load meets all of them.
+Launches itself under torchrun with 1, 2 and 4 ranks, and takes about five minutes on two cores.
+Times are CPU times of rank 0, which other programs hardly affect. The kinds take turns, step by
+step, so that changes of the machine's load affect all kinds equally.
 """
 
 import json
@@ -56,7 +56,7 @@ KINDS: dict[int, dict[str, Callable[[nn.Module, Any], object]]] = {
     2: {"plain": plain, "synchronized": convert_sync_batchnorm},
     4: {"plain": plain, "grouped, 2 ranks": convert_sync_batchnorm},
 }
-SHARING = {"grouped, 2 ranks": 2}  # of the other kinds, all ranks or none share
+SHARING = {"grouped, 2 ranks": 2}  # ranks per group; in other kinds, all ranks share or none
 
 
 class Training:
@@ -88,7 +88,7 @@ def measure(seed: int) -> None:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     (x, y), test = ([torch.from_numpy(a) for a in images] for images in digits.load("float32"))
-    order = np.random.default_rng(seed).permutation(digits.NUM_TRAIN)  # other batches per seed
+    order = np.random.default_rng(seed).permutation(digits.NUM_TRAIN)  # different batches per seed
     x, y = x[order], y[order]
     trainings = {
         name: Training(convert, seed, SHARING.get(name)) for name, convert in KINDS[size].items()
@@ -105,7 +105,7 @@ def measure(seed: int) -> None:
     unit = statistics.median(trainings["plain"].seconds)
     for name, training in trainings.items():
         model = training.model
-        # Messages are counted beside the training, which counting would make slower.
+        # Messages are counted in a separate training, because counting is slow.
         counting = CountingCommunicator(TorchDistributed().split(rank // SHARING.get(name, size)))
         counted = Training(KINDS[size][name], seed, counting)
         counted.step(x[part], y[part])
@@ -113,7 +113,7 @@ def measure(seed: int) -> None:
         dist.all_reduce(loss)
 
         def report(suffix: str, seconds: float) -> None:
-            # All ranks evaluate with their own statistics; rank 0's accuracy counts.
+            # Every rank evaluates with its own statistics; rank 0's accuracy is reported.
             row = {"name": f"{name}{suffix}", "accuracy": accuracy(model, *test)}  # noqa: B023
             row |= {"ranks": size, "loss": loss.item() / size, "time": seconds / unit}  # noqa: B023
             if rank == 0:

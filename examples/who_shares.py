@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "guides" / "who-shares"
-LEFT = [0, 4.8, 10.6, 15.4]  # of the four ranks, two on each machine
+LEFT = [0, 4.8, 10.6, 15.4]  # x coordinates of the four ranks, two per machine
 
-# Name, layer, who shares, batches that share, the first and last rank of each group, colour.
+# Name, layer, label, number of batches that share, (first, last) rank of each group, colour.
 ROWS: list[tuple[str, str, str, int, list[tuple[int, int]], str]] = [
     ("Plain", "nn.BatchNorm2d", "4 samples: a rank", 1, [(r, r) for r in range(4)],
      pictures.PLAIN),
