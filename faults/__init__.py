@@ -1,1 +1,1 @@
-"""What goes wrong in distributed training, done on purpose: `python -m faults`."""
+"""Fault injection for distributed training: `python -m faults`."""

@@ -1,7 +1,7 @@
-"""Tries out what goes wrong in distributed training, and reports what the user sees of it.
+"""Inject the faults of distributed training, and report what the user sees.
 
 Starts real processes under real launchers. Writes faults.json and faults/README.md. The exit status
-is 1 if a fault was not met as it should be.
+is 1 if the outcome of a fault is not the expected one.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from faults.scenarios import SCENARIOS, Scenario
 from faults.setups import OURS, PEERS, SETUPS, Setup
 
 ROOT = Path(__file__).parents[1]
-_AT_ONCE = 3  # jobs wait more than they compute
+_MAX_CONCURRENT_JOBS = 3  # jobs wait more than they compute
 
 
 def _jobs(setup: Setup, chosen: Sequence[Scenario]) -> list[Job]:
-    """The scenarios of a setup: those that end processes alone, the others in two launches."""
+    """Split the scenarios of a setup into launches; one that ends or blocks ranks runs alone."""
     tried = [s for s in chosen if s.runs_under(setup)]
     together = [s for s in tried if not (s.ends_in(setup) or s.waits_in(setup))]
-    # A peer that hangs is launched again for the scenarios that are left.
+    # Two launches for a peer, which may hang: the remaining scenarios then need another launch.
     half = (len(together) + 1) // 2 if setup.is_peer else len(together)
     parts = [together[:half], together[half:], *([s] for s in tried if s not in together)]
     return [Job(setup, part) for part in parts if part]
@@ -38,13 +38,13 @@ def _jobs(setup: Setup, chosen: Sequence[Scenario]) -> list[Job]:
 
 def _outcomes(setups: Iterable[str], chosen: Sequence[Scenario]) -> Iterator[Outcome]:
     jobs = [job for name in setups for job in _jobs(SETUPS[name], chosen)]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_CONCURRENT_JOBS) as pool:
         for outcomes in pool.map(lambda job: list(job.run()), jobs):
             yield from outcomes
 
 
-# The outcomes of the chosen scenarios: in the setups of multibn's, with other libraries' layers,
-# and across two network namespaces.
+# Functions that yield the outcomes of the chosen scenarios: in multibn's setups, with the layers of
+# other libraries, and across two network namespaces.
 PARTS: dict[str, Callable[[Sequence[Scenario]], Iterator[Outcome]]] = {
     "multibn": partial(_outcomes, OURS),
     "peers": partial(_outcomes, PEERS),
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, known in (("parts", PARTS), ("faults", SCENARIOS)):
         parser.add_argument(
             f"--{name}", nargs="+", choices=known, default=[*known], metavar="NAME",
-            help="default: all; the others keep what the file says",
+            help="default: all; the rows of the others stay as in faults.json",
         )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="DIRECTORY",
                         help="default: faults/results, and faults/README.md")  # fmt: skip
@@ -71,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     complaints = []
     for name in arguments.parts:
         start = time.monotonic()
-        kept = [row for row in results.get(name, []) if row["scenario"] not in arguments.faults]
-        results[name] = kept
+        rows = [row for row in results.get(name, []) if row["scenario"] not in arguments.faults]
+        results[name] = rows
         for row in map(report.row, PARTS[name]([SCENARIOS[fault] for fault in arguments.faults])):
             report.show(row)
-            kept.append(row)
+            rows.append(row)
             complaints += [row["complaint"]] * bool(row["complaint"])
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.output:
         page = Path(shutil.copy(page, arguments.output))
     report.write(results, page)
-    print(f"{len(complaints)} not as it should be")
+    print(f"{len(complaints)} outcomes are not as expected")
     return int(bool(complaints))
 
 

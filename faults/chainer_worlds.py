@@ -1,4 +1,4 @@
-"""Ranks with Chainer over ChainerMN, and what takes steps with their networks."""
+"""Ranks with Chainer over ChainerMN, and the trainee that trains their networks."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ chainer.global_config.dtype = np.dtype(np.float64)
 
 
 class Trainee:
-    """Takes steps with a network of Chainer, as that of torch does."""
+    """Train a Chainer network step by step; the interface is that of torch_worlds.Trainee."""
 
     Module, Sequential = chainer.Chain, chainer.Sequential
     average, check_sync = "avg_mean", staticmethod(check_sync)
@@ -46,7 +46,7 @@ class Trainee:
         self.model = self.network = network
         self._dtype: Any = np.float64
         self._train = True
-        self.penalizes = False  # gradients of the input: second derivatives
+        self.penalizes = False  # the loss contains the gradient of the input: second derivatives
 
     def step(self, x: Array, *, backward: bool = True) -> Array:
         self.network.cleargrads()
@@ -96,7 +96,7 @@ class Trainee:
 
 
 class ChainerMN(World):
-    """README's recipe for Chainer."""
+    """The recipe for Chainer in README.md."""
 
     trainee = Trainee
 
@@ -116,12 +116,12 @@ class ChainerMN(World):
 
 class _LinkTrainee(Trainee):
     def statistics(self) -> Array:
-        # The link's variances are of each rank's own count, never those of the whole batch.
+        # The link corrects the variance by the rank's count, not the whole batch's: compare means.
         return np.concatenate([link.avg_mean for link in self.norms()])
 
 
 class ChainerMNLink(ChainerMN):
-    """ChainerMN's own link."""
+    """ChainerMN's MultiNodeBatchNormalization, without multibn."""
 
     trainee = _LinkTrainee
 

@@ -1,4 +1,4 @@
-"""Starts ranks, waits for what becomes of them, and leaves none behind."""
+"""Start ranks, wait for the outcome of their scenarios, and leave no process behind."""
 
 import contextlib
 import json
@@ -19,23 +19,23 @@ from faults.setups import Setup
 from multibn._platform import process_state
 from multibn.parity.launch import environment, launch_command, run, started
 
-_START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
-# Seconds after the fault. A rank that has not ended by then waits for ever; a peer hangs, for which
-# launchers take longer.
+_START, _END = 120.0, 6.0  # seconds in which ranks must start, and must end
+# Seconds after the fault until a rank that has not ended is considered to wait forever. For peers:
+# until it hangs; _PEER_ENDS if the launcher must end the ranks first.
 _WAITS = DEADLINE + 1.0
 _PEER, _PEER_ENDS = 3.0, 6.0
 
 
 @dataclass
 class Job:
-    """Scenarios that share a launch, for as long as it lives."""
+    """Scenarios that share a launch until one of them ends the ranks."""
 
     setup: Setup
     scenarios: list[Scenario]
     size: int = 3
 
     def run(self) -> Iterator[Outcome]:
-        """What became of each scenario; launches again after one that ends the ranks."""
+        """Yield the outcome of each scenario; launch again after a scenario that ends the ranks."""
         left = list(self.scenarios)
         with tempfile.TemporaryDirectory() as files:
             self._launch_earlier(files)
@@ -45,13 +45,13 @@ class Job:
                 left = left[len(outcomes) :]
 
     def _launch_earlier(self, files: str) -> None:
-        """The launches that have to be over when the scenarios begin."""
+        """Run the launches that must be finished before the scenarios start."""
         before = [s for s in self.scenarios if s.earlier]
         for size in sorted({s.earlier_size for s in before}):
             chosen = [s for s in before if s.earlier_size == size]
             command = self._launched(self._arguments(chosen, "", files, earlier=True), size)
             ran = run(command, timeout=_START, variables=self.setup.variables)
-            # Without its files, the peer's scenario ends in an error.
+            # If a peer fails here, the files are missing, and the scenario itself ends in an error.
             if ran.returncode and not self.setup.is_peer:
                 raise RuntimeError(f"{self}: {chosen} on {size} ranks\n{ran.stdout}")
 
@@ -64,8 +64,8 @@ class Job:
                 del command[at - 1 : at + 1]
             variables = {"MULTIBN_TIMEOUT": f"{left[0].deadline:g}", **self.setup.variables}
             variables |= left[0].variables
-            # torchrun looks every 0.1 s whether a rank has ended, and then ends all the others,
-            # which may not have spoken by then. With a second, they have.
+            # By default, torchrun polls every 0.1 s and kills all ranks once one has ended, perhaps
+            # before the others have printed their errors. An interval of 1 s gives them time.
             variables["PET_MONITOR_INTERVAL"] = "1"
             with _started(command, directory / "output", variables) as process:
                 reached = self._wait(process, directory, left)
@@ -94,49 +94,49 @@ class Job:
         return ["setpriv", "--pdeathsig", "TERM", *command] if shutil.which("setpriv") else command
 
     def _wait(self, process: subprocess.Popen[str], directory: Path, left: list[Scenario]) -> int:
-        """Wait for the end of the launch, or until time is up; how many scenarios are behind."""
-        behind = 0
+        """Wait until the launch ends or time is up; return the number of finished scenarios."""
+        finished = 0
         limit = time.monotonic() + _START
         while time.monotonic() < limit:
-            chosen = left[behind]
+            chosen = left[finished]
             gone = process.poll() is not None
             states = {pid: process_state(pid) for pid in _pids(directory)}
             living = [pid for pid, state in states.items() if state]
             if gone and not living:
                 break
             if all(states[pid] == "T" for pid in living):
-                # The others have ended. torchrun would give stopped ranks 30 s more to do so.
+                # All other ranks have ended. torchrun would wait 30 s for the stopped ones.
                 for pid in living:
                     _kill(pid)
             done = [(directory / f"{r}.{chosen.name}.done").exists() for r in range(self.size)]
-            if behind < len(left) - 1 and all(done):
-                behind += 1
+            if finished < len(left) - 1 and all(done):
+                finished += 1
                 limit = time.monotonic() + _START
                 continue
             events = [_events(directory, rank, chosen.name) for rank in range(self.size)]
             marks = [e["fault"]["at"] for e in events if "fault" in e]
             limit = min([limit, *(mark + self._patience(chosen) for mark in marks)])
             time.sleep(0.02)
-        return behind
+        return finished
 
     def _patience(self, chosen: Scenario) -> float:
-        """Seconds after the fault in which the ranks may end."""
+        """Return how many seconds after the fault the ranks may take to end."""
         if self.setup.is_peer:
             return _PEER_ENDS if chosen.ends_in(self.setup) else _PEER
         return _WAITS if chosen.waits_in(self.setup) else chosen.seconds + _END
 
 
 def _ranks(name: str, directory: Path, states: list[str]) -> list[Rank]:
-    """The result of each rank in a scenario."""
+    """Return the result of each rank in a scenario."""
     every = [_events(directory, rank, name) for rank in range(len(states))]
-    # Nobody can know of the fault before the last rank has come there.
+    # No rank can detect the fault before the last rank has reached it.
     start = max((e["fault"]["at"] for e in every if "fault" in e), default=0.0)
     ranks = []
     for rank, (events, state) in enumerate(zip(every, states, strict=True)):
         became = _became(directory / f"{rank}.crash", events, start, state)
         became.ended = not state
         printed = directory / f"{rank}.printed"
-        if "fault" in events and printed.exists():  # in this scenario or in later ones
+        if "fault" in events and printed.exists():  # includes lines of later scenarios
             since = printed.read_bytes()[events["fault"]["printed"] :]
             became.printed = since.decode(errors="replace").splitlines()
         ranks.append(became)
@@ -161,7 +161,7 @@ def _became(crash: Path, events: Mapping[str, Any], start: float, state: str) ->
 def _started(
     command: list[str], output: Path, variables: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher, ended with its ranks however the block is left."""
+    """Start a launcher, and end the launcher and its ranks when the block is left."""
     with (
         output.open("w") as file,
         started(command, output=file, variables=environment() | dict(variables)) as process,
@@ -169,7 +169,7 @@ def _started(
         try:
             yield process
         finally:
-            # By their numbers: they may be stopped, or orphans, and take no signal from a launcher.
+            # By pid: stopped or orphaned ranks get no signal from a launcher.
             for pid in _pids(output.parent):
                 _kill(pid)
 
@@ -188,7 +188,7 @@ def _pids(directory: Path) -> list[int]:
 
 
 def _events(directory: Path, rank: int, name: str) -> dict[str, Any]:
-    """What a rank has written of a scenario, by event."""
+    """Return the lines that a rank has written in a scenario, by event."""
     path = directory / f"{rank}.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     events = [json.loads(line) for line in lines if line.endswith("\n")]

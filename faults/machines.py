@@ -1,8 +1,8 @@
 """Two machines in one: network namespaces joined by a pair of virtual Ethernet devices.
 
-Or by a line with a delay, see `delay_line`. Needs Linux and the right to make namespaces.
-`python -m faults.machines LAUNCHER RANKS ARGUMENT...` starts `python ARGUMENT...` on so many ranks
-of each while `two_machines()` lasts.
+The pair can be replaced by a link with a delay, see `delay_line`. Needs Linux and permission to
+create namespaces. Inside `two_machines()`, `python -m faults.machines LAUNCHER RANKS ARGUMENT...`
+starts `python ARGUMENT...` on RANKS ranks per machine.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 @dataclass
 class MachinesJob(Job):
-    """Scenarios of ranks on each machine."""
+    """Scenarios that share a launch across both machines."""
 
     size: int = 2
 
@@ -42,7 +42,7 @@ class MachinesJob(Job):
 
 
 def outcomes(chosen: Sequence[Scenario]) -> Iterator[Outcome]:
-    """What became of the scenarios of two machines; none where two machines cannot be made."""
+    """Yield the outcomes of scenarios on two machines; none if namespaces cannot be created."""
     if require.available("netns"):
         for setup in ("gloo", "mpi"):
             for scenario in chosen:
@@ -51,7 +51,7 @@ def outcomes(chosen: Sequence[Scenario]) -> Iterator[Outcome]:
 
 
 def run(scenario: Scenario, setup: Setup) -> Outcome:
-    """The result of a scenario of two machines."""
+    """Run a scenario on two machines and return the outcome."""
     with two_machines(scenario.delay):
         (outcome,) = MachinesJob(setup, [scenario], 2 * scenario.per_machine).run()
     return outcome
@@ -59,7 +59,7 @@ def run(scenario: Scenario, setup: Setup) -> Outcome:
 
 @contextlib.contextmanager
 def two_machines(delay: float = 0.0) -> Iterator[None]:
-    """Two machines while the context lasts; the line between them takes `delay` seconds."""
+    """Create two machines, and remove them at the end; their link delays by `delay` seconds."""
     _remove()
     with contextlib.ExitStack() as stack:
         stack.callback(_remove)
@@ -86,7 +86,7 @@ def two_machines(delay: float = 0.0) -> Iterator[None]:
 
 def _remove() -> None:
     for machine in MACHINES:
-        # mpiexec's daemon on the other machine outlives mpiexec when the line is down.
+        # mpiexec's daemon on the other machine outlives mpiexec if the link is down.
         listed = subprocess.run(["ip", "netns", "pids", machine], capture_output=True, check=False)
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
@@ -100,13 +100,13 @@ def _ip(*arguments: str) -> None:
 
 
 def on(machine: str, command: list[str]) -> list[str]:
-    """A command that runs `command` on a machine, and ends with the process that starts it."""
+    """Return a command line that runs `command` on a machine, and dies with its parent process."""
     inside = f"hostname {machine}; exec setpriv --pdeathsig KILL {shlex.join(command)}"
     return ["ip", "netns", "exec", machine, "unshare", "--uts", "sh", "-c", inside]
 
 
 def main(launcher: str, per_machine: str, *arguments: str) -> int:
-    # The launchers would start this Python: a fork, in the network of the process that forks.
+    # With PYTHON_EXEC, launchers would fork ranks from a process in another network namespace.
     os.environ.pop("PYTHON_EXEC", None)
     if launcher == "mpiexec":
         return _mpiexec(per_machine, list(arguments))
@@ -125,7 +125,7 @@ def main(launcher: str, per_machine: str, *arguments: str) -> int:
 
 def _mpiexec(per_machine: str, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as directory:
-        # Takes the place of ssh; each machine has temporary files of its own.
+        # A replacement for ssh; each machine has a separate TMPDIR.
         agent = Path(directory, "agent")
         agent.write_text(
             "#!/bin/sh\nhost=$1; shift\n"

@@ -1,4 +1,4 @@
-"""The networks in which the faults happen, in either framework."""
+"""The networks that are trained while faults are injected, in torch and Chainer."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -14,15 +14,15 @@ MakeNorm: TypeAlias = Callable[[int], Any]
 
 
 def batch(step: int, rank: int, count: int) -> Array:
-    """The batch of a rank in a step: `count` samples, the same numbers in every program."""
+    """Return a rank's batch of `count` samples in a step: the same numbers in every program."""
     return np.random.default_rng([step, rank]).normal(rank, 1 + rank, size=(count, FEATURES))
 
 
 def make_network(kind: str, make_norm: MakeNorm, of: Any, channels: int = CHANNELS) -> Any:
-    """A network in float64 `of` a framework: what takes steps with the network there.
+    """Make a network; `of` is a Trainee class, which supplies the modules of its framework.
 
-    Of the kinds, "blocks" has six batch norms, "layer1.0.bn1" and so on; "branches" has two of
-    unlike widths side by side; "norm first" and "norm second" are a sequence each.
+    Kind "blocks" has six batch norms, "layer1.0.bn1" and so on. "branches" has two parallel batch
+    norms of different widths. "norm first" and "norm second" are sequences of three layers.
     """
 
     class Block(of.Module):

@@ -7,36 +7,36 @@ from dataclasses import dataclass, field
 from faults.scenarios import Scenario
 from faults.setups import Setup
 
-ANNOUNCEMENT = "multibn: "  # the beginning of the lines that multibn prints for people
+ANNOUNCEMENT = "multibn: "  # prefix of the lines that multibn prints to stderr
 
 
 @dataclass
 class Rank:
     """The result of one rank in one scenario."""
 
-    how: str  # "ok", "error", "SIGABRT" and the like, "ended" by somebody, "is stopped", or "hangs"
-    says: str = ""  # the error, as the interpreter prints it
+    how: str  # "ok", "error", a signal such as "SIGABRT", "ended", "is stopped", or "hangs"
+    says: str = ""  # the error message, as Python prints it
     seconds: float = 0.0  # from the fault to the end
-    off: float = 0.0  # of a rank that is ok: the largest error of its numbers
-    digest: str = ""  # and what tells its numbers from others
-    ended: bool = False  # the process
+    off: float = 0.0  # if "ok": the largest error of the rank's numbers
+    digest: str = ""  # if "ok": a digest of the rank's statistics
+    ended: bool = False  # whether the process has ended
     printed: Sequence[str] = ()  # lines since the fault
 
     @property
     def is_announced(self) -> bool:
-        """Whether multibn has printed the message of the error for people."""
+        """Whether multibn has printed the error message to stderr."""
         return bool(self._announcement)
 
     @property
     def _announcement(self) -> str:
-        """The line with the message, whose causes the error alone lists; "" if there is none."""
+        """The printed line with the beginning of the error message; "" if there is none."""
         message = ANNOUNCEMENT + self.says.partition(": ")[2].partition("\n")[0]
         said = (line for line in self.printed if line.startswith(ANNOUNCEMENT))
         return next((line for line in said if message.startswith(line)), "")
 
     @property
     def misplaced(self) -> str:
-        """The first line after the fault, if that is not the announcement."""
+        """A complaint if the first line after the fault is not the announcement; otherwise ""."""
         if not self.is_announced or self.printed[0] == self._announcement:
             return ""
         return f"prints first: {self.printed[0]}"
@@ -44,12 +44,12 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """The result of a scenario."""
+    """The result of a scenario on all ranks."""
 
     scenario: Scenario
     setup: Setup
     ranks: list[Rank] = field(default_factory=list)
-    exit_status: int | None = None  # of the launcher; None if the launcher had to be ended
+    exit_status: int | None = None  # of the launcher; None if the launcher had to be killed
     output: str = ""  # what the launcher printed
 
     def __post_init__(self) -> None:
@@ -57,20 +57,20 @@ class Outcome:
         self._ends = self.scenario.ends_in(self.setup)
         self._waits = self.scenario.waits_in(self.setup)
         self._others_speak = self.setup.name in self.scenario.others_say
-        # The ranks that must see an error, if the fault may do harm.
+        # The ranks that must raise an error if the fault could do harm.
         without_1 = self.scenario.lost or self.scenario.own_waits
         self._bystanders = [r for r in range(len(self.ranks)) if not (without_1 and r == 1)]
 
     @property
     def seconds(self) -> float:
-        """The time from the fault to the end of the last rank whose end counts."""
+        """Seconds from the fault until the last bystander has finished."""
         ends = [self.ranks[r] for r in self._bystanders]
         return max((r.seconds for r in ends if r.how in ("ok", "error")), default=0.0)
 
     @property
     def seen(self) -> str:
-        """The first line of what tells the user about the fault."""
-        # Rather a rank's own words than what another rank says of it.
+        """The first line of the message that tells the user about the fault."""
+        # Prefer a rank's message about itself to another rank's report.
         named = sorted(self._named(), key=lambda text: "has failed: " in text)
         return next(iter([*named, *self._errors()]), "")
 
@@ -78,15 +78,15 @@ class Outcome:
         return [r.says.partition("\n")[0] for r in self.ranks if r.how == "error"]
 
     def _named(self) -> list[str]:
-        """What ranks and launchers say that is as it should be."""
-        # What a launcher says may go over lines. MPI may speak in a process that it ends.
+        """Return the messages of ranks and launchers that match the expected pattern."""
+        # A launcher's message may span lines. MPI may print in a process that MPI then aborts.
         paragraphs = [" ".join(p.split()) for p in re.split(r"\n?-{9,}\n", self.output)]
         last_words = [line for r in self.ranks if r.how == "ended" for line in r.printed]
         said = [*self._errors(), *paragraphs, *last_words]
         return [text for text in said if self._says and re.search(self._says, text)]
 
     def complaint(self, slack: float = 0.0) -> str:
-        """What is not as it should be; "" if all is. It may take `slack` seconds more."""
+        """Describe what differs from the expected outcome; "" if nothing. `slack` is in seconds."""
         if self._waits:
             moved = [r for r in self._bystanders if self.ranks[r].how != "hangs"]
             return f"rank(s) {moved} did not wait" if moved else ""
@@ -104,7 +104,7 @@ class Outcome:
 
     def _complaint_about_errors(self, slack: float) -> str:
         for rank, became in enumerate(self.ranks):
-            # What neither the scenario expects nor multibn has announced is the transport's.
+            # An error that is neither expected nor announced by multibn comes from the transport.
             expected = re.search(self._says, became.says) or became.says.startswith("SystemExit")
             if became.how == "error" and not (expected or became.is_announced):
                 return f"rank {rank} sees a raw error: {became.says[:200]}"
@@ -118,7 +118,7 @@ class Outcome:
         return ""
 
     def verdict(self) -> str:
-        """What the fault is to a user of multibn, in a word."""
+        """Return what a user of multibn experiences, in one word."""
         if self._waits:
             return "waits"
         if not self._says:
@@ -128,7 +128,7 @@ class Outcome:
         return "deadline" if self.seconds >= self.scenario.deadline else "named"
 
     def peer_verdict(self) -> str:
-        """What the fault is to a user of another library."""
+        """Return what a user of another library experiences."""
         others = [r for i, r in enumerate(self.ranks) if not (self._ends and i == 1)]
         signals = sorted({r.how for r in self.ranks if r.how.startswith("SIG")})
         if any(r.how == "hangs" for r in others):
@@ -148,8 +148,10 @@ class Outcome:
                 return f"rank {rank}: {became.how} {became.says}"
             if not became.off <= 1e-12:
                 return f"rank {rank} is off by {became.off:.1g}"
-            told = not self.scenario.prints or rank == 1
-            if not told and not re.search(self.scenario.prints, "\n".join(became.printed)):
+            need_not_print = not self.scenario.prints or rank == 1
+            if not need_not_print and not re.search(
+                self.scenario.prints, "\n".join(became.printed)
+            ):
                 return f"rank {rank} prints no line that matches {self.scenario.prints!r}"
         if len({r.digest for r in self.ranks}) > 1:
             return "the ranks' statistics differ"

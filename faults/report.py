@@ -1,4 +1,4 @@
-"""What came of the faults, in the terminal and as faults/README.md."""
+"""Report the outcomes of faults: in the terminal and in faults/README.md."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ Results = Mapping[str, Any]
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
-    """The part of an outcome that the results keep."""
+    """Return the fields of an outcome that are stored in faults.json."""
     is_peer = outcome.setup.is_peer
     return {
         "scenario": outcome.scenario.name,
@@ -56,7 +56,7 @@ _NO_HARM = "nothing; the numbers are right"
 
 
 def _lines(results: Results) -> Iterable[Sequence[str]]:
-    """A line for each fault, with a verdict for each setup."""
+    """Yield a table row for each fault, with a verdict for each setup."""
     rows = {(r["scenario"], r["setup"]): r for part in ("multibn", "peers")
             for r in results.get(part, [])}  # fmt: skip
     for name in SCENARIOS:
@@ -76,7 +76,7 @@ def _verdict(row: Mapping[str, Any] | None) -> str:
 
 
 def _messages(results: Results) -> Iterable[Sequence[str]]:
-    """What the user sees of each fault: once if the words are the same in all setups."""
+    """Yield the message of each fault, and of each setup whose message is different."""
     for name, chosen in SCENARIOS.items():
         rows = [r for r in results.get("multibn", []) if r["scenario"] == name]
         if not rows or not chosen.says:
@@ -94,7 +94,7 @@ def _what(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote as code, without this machine's name and numbers, which change from run to run."""
+    """Quote as code; replace host names and pids, which change from run to run."""
     text = re.sub(r"machine \S+, pid \d+", "machine node1, pid 4711", text)
     text = re.sub(r"pid \d+\)", "pid 4711)", text)
     text = re.sub(r"PID \d+ on node \S+", "PID 4711 on node node1", text)

@@ -1,4 +1,4 @@
-"""The columns of the table: what the layers communicate over."""
+"""The columns of the table: transports and libraries."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ class Setup:
     """A way to run layers on several ranks."""
 
     name: str
-    title: str  # for people
+    title: str  # the heading of the column
     framework: str  # "torch" or "chainer"
-    world: str  # the class of that framework's worlds
+    world: str  # the class in faults/torch_worlds.py or faults/chainer_worlds.py
     launcher: str  # "torchrun" or "mpiexec"
     is_peer: bool = False  # the layers are another library's
-    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment of the ranks
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables of the ranks
 
 
 _NO_SHARED_MEMORY = {"MULTIBN_SHARED_MEMORY": "0"}

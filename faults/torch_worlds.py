@@ -1,4 +1,4 @@
-"""Ranks with torch over each transport, and what takes steps with their networks."""
+"""Ranks with torch over each transport, and the trainee that trains their networks."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from multibn.torch_backend import check_sync, convert_sync_batchnorm
 
 
 class Trainee:
-    """Takes steps with a network of torch; `model` is what a program calls, perhaps under DDP."""
+    """Train a torch network step by step; `model` is the network, perhaps wrapped in DDP."""
 
     Module, Sequential = nn.Module, nn.Sequential
     average, check_sync = "running_mean", staticmethod(check_sync)
@@ -48,7 +48,7 @@ class Trainee:
         self.network = getattr(model, "module", model)
 
     def step(self, x: Array, *, backward: bool = True) -> Array:
-        """Forward and backward pass; the input's gradient."""
+        """Run a forward and a backward pass; return the gradient of the input."""
         dtype = next(self.network.parameters()).dtype
         t = torch.tensor(x, dtype=dtype, requires_grad=True)
         if not backward:
@@ -60,7 +60,7 @@ class Trainee:
         return t.grad.numpy()
 
     def statistics(self) -> Array:
-        """All running statistics."""
+        """Return all running statistics as one vector."""
         buffers = self.network.state_dict().items()
         return np.concatenate([b.double().numpy().ravel() for k, b in buffers if "running_" in k])
 
@@ -97,18 +97,18 @@ class _Torch(World):
 
 
 def _init_process_group() -> None:
-    """Make the default process group. After a restart by torchrun, torch's own keys are apart.
+    """Make the default process group, with a separate key prefix after a restart by torchrun.
 
-    torchrun keeps one store for all attempts, and torch's group may find addresses of the attempt
-    before (pytorch#135712). The keys of multibn stay where they are.
+    torchrun keeps one store for all attempts, so torch's group might read addresses of the previous
+    attempt (pytorch#135712). multibn's keys have no such prefix.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0":
         dist.init_process_group("gloo")
         return
     store, rank, size = next(dist.rendezvous("env://"))
-    own = dist.PrefixStore(attempt, store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+    attempt_store = dist.PrefixStore(attempt, store)
+    dist.init_process_group("gloo", store=attempt_store, rank=rank, world_size=size)
     dist.distributed_c10d._get_default_store = lambda: store
 
 
@@ -123,19 +123,19 @@ class Gloo(_Torch):
 
 
 class DataParallel(_Torch):
-    """README's recipe for torch, which names no process group."""
+    """The recipe for torch in README.md, which passes no process group."""
 
     everybody = None
 
     def __init__(self, count: int) -> None:
-        # DistributedDataParallel imports this when it is built: within the time of a fault.
+        # DistributedDataParallel imports this in its constructor, while a fault's time is measured.
         import_module("torch._dynamo")
         _init_process_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._store = dist.distributed_c10d._get_default_store()
 
     def communicator(self, number: int) -> None:
-        """None, for the default process group; a new one for each number."""
+        """Return None, which means the default process group. Make a new group for each number."""
         if number:
             dist.destroy_process_group()
             store = dist.PrefixStore(f"default group {number}", self._store)
@@ -153,7 +153,7 @@ class Mpi(_Torch):
 
 
 class OwnCommunicator:
-    """Ten lines that a user may write: no deadline, and nothing between two ranks but sums."""
+    """A user-defined communicator: no deadline, no point-to-point messages."""
 
     def __init__(self, comm: Any) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -175,7 +175,7 @@ class Own(Mpi):
 
 
 class _PlainTorch:
-    """torch.distributed as it is."""
+    """torch.distributed without multibn's checks."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""One scenario on one rank: the steps it takes, and what they should have come to."""
+"""One scenario on one rank: training steps, and their errors against one process."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from faults.networks import batch
 from faults.worlds import World
 
-SAMPLES = 4  # of each rank in a step
+SAMPLES = 4  # per rank and step
 
 
 class Trial:
@@ -25,10 +25,10 @@ class Trial:
         self._world = world
 
     def build(self, kind: str = "blocks", *, communicator: Any = None, **options: Any) -> None:
-        """Make the model, over the default communicator of the scenario."""
+        """Make the model, by default over the communicator of the scenario."""
         self._kind = kind
-        over = self.communicator if communicator is None else communicator
-        self.trainee = self._world.build(over, kind, **options)
+        communicator = self.communicator if communicator is None else communicator
+        self.trainee = self._world.build(communicator, kind, **options)
         self._taken: list[Sequence[int]] = []
         self._added = 0.0
         self._gradient = np.zeros(0)
@@ -59,7 +59,7 @@ class Trial:
         self._added = value
 
     def step(self, counts: Sequence[int] = (), *, backward: bool = True) -> None:
-        """A training step; `counts` are the ranks' samples."""
+        """Run a training step; `counts` are the numbers of samples of the ranks."""
         counts = counts or [SAMPLES] * self.size
         x = batch(len(self._taken), self.rank, counts[self.rank])
         if len(x):
@@ -72,11 +72,11 @@ class Trial:
             self.step()
 
     def resume(self, number: int, size: int) -> None:
-        """Go on with a network that has taken so many steps on `size` ranks."""
+        """Continue with a network that has taken `number` steps on `size` ranks."""
         self._taken = [[SAMPLES] * size] * number
 
     def error(self) -> float:
-        """Largest difference of statistics and gradient from one process with all the samples."""
+        """Return the largest error of statistics and gradient, compared with one process."""
         oracle = self._world.build(self._world.alone, self._kind)
         oracle.penalizes = getattr(self.trainee, "penalizes", False)
         gradient = np.zeros(0)

@@ -1,8 +1,8 @@
-"""One rank: `python -m faults.worker SPEC DIRECTORY`, SPEC being JSON, see `Job`.
+"""One rank: `python -m faults.worker SPEC DIRECTORY`; SPEC is the JSON that `Job` makes.
 
-Writes a line of JSON to `DIRECTORY/RANK.jsonl` when a scenario starts, at the fault, and at its
-end. `DIRECTORY/RANK.printed` has what the rank prints, apart from what its launcher prints;
-`DIRECTORY/RANK.crash` what Python says of a signal that has ended it.
+Writes a line of JSON to `DIRECTORY/RANK.jsonl` when a scenario starts, at the fault, and when the
+scenario ends. `DIRECTORY/RANK.printed` is the output of the rank, without the launcher's.
+`DIRECTORY/RANK.crash` is the output of faulthandler if a signal kills the rank.
 """
 
 import faulthandler
@@ -21,11 +21,11 @@ from faults.trial import Trial
 
 
 class Record:
-    """What becomes of this rank, line by line."""
+    """The log of this rank, a line of JSON per event."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._file = (directory / f"{rank}.jsonl").open("a", buffering=1)
-        # From now on, what this process prints goes to a file of its own.
+        # From now on, stdout and stderr of this process go to a separate file.
         printed = os.open(directory / f"{rank}.printed", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(printed, sys.stdout.fileno())
         os.dup2(printed, sys.stderr.fileno())
@@ -35,7 +35,7 @@ class Record:
         self._file.write(json.dumps(line | details) + "\n")
 
     def mark(self, name: str) -> None:
-        """The fault is about to happen."""
+        """Record that the fault is about to happen."""
         self.write("fault", name, printed=os.fstat(sys.stderr.fileno()).st_size)
 
 
@@ -52,7 +52,7 @@ def main(spec: str, directory: str) -> None:
     crash = Path(directory, f"{world.rank}.crash").open("w")  # noqa: SIM115 (until the end)
     faulthandler.enable(crash)  # after MPI's own handlers
     Trial(world, world.alone, lambda: None).warm_up(everything=len(names) > 1)
-    # The deadline is short: no rank may be seconds ahead because others still compile.
+    # The deadline is short: ranks must not start while others still compile.
     _wait_for_all(Path(directory), "ready", world)
     for i, name in enumerate(names):
         record.write("start", name)
@@ -64,7 +64,7 @@ def main(spec: str, directory: str) -> None:
 
 
 def _wait_for_all(directory: Path, point: str, world: worlds.World) -> None:
-    """Wait until all ranks have come to a point, without a message between them."""
+    """Wait until all ranks have reached `point`, by files instead of messages."""
     (directory / f"{world.rank}.{point}").touch()
     while any(not (directory / f"{r}.{point}").exists() for r in range(world.size)):
         time.sleep(0.005)
@@ -75,7 +75,7 @@ def _run(name: str, world: worlds.World, number: int, record: Record, ends: bool
         trial = Trial(world, world.communicator(number), lambda: record.mark(name))
         SCENARIOS[name].run(trial)
     except BaseException as error:
-        # As the interpreter prints it.
+        # The text that Python would print.
         record.write("end", name, error=f"{type(error).__name__}: {error}")
         if ends:
             raise

@@ -1,4 +1,4 @@
-"""The ranks of a launch in each setup, and layers over them as README's recipes make them."""
+"""The ranks of a launch in each setup, with models made by the recipes of README.md."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,34 +14,34 @@ from multibn import SingleProcess
 class World(ABC):
     """The ranks of this launch."""
 
-    trainee: type[Any]  # takes steps with a network in this framework
+    trainee: type[Any]  # trains a network in this framework
     rank: int
     size: int
-    everybody: Any  # what a program would name all ranks by: the default group, or MPI's world
+    everybody: Any  # all ranks, as a program would pass them: the default group, or COMM_WORLD
     alone: Any = SingleProcess()
-    files: Path  # a directory that later launches have too
+    files: Path  # a directory that later launches share
     _communicators: Sequence[Any]
 
     def communicator(self, number: int) -> Any:
-        """One of several, all of all ranks: a fault leaves the others usable. Collective."""
+        """Return communicator `number` of all ranks; each fault gets a new one. Collective."""
         return self._communicators[number]
 
     def build(self, communicator: Any, kind: str, **options: Any) -> Any:
-        """A model over a communicator, and what takes steps with it."""
-        of = self.trainee
-        model = make_network(kind, lambda n: self.norm(n, communicator), of, **options)
-        return of(self.synchronize(of.in_float64(model), communicator))
+        """Return a trainee with a model over a communicator."""
+        trainee = self.trainee
+        model = make_network(kind, lambda n: self.norm(n, communicator), trainee, **options)
+        return trainee(self.synchronize(trainee.in_float64(model), communicator))
 
     @abstractmethod
     def norm(self, channels: int, communicator: Any) -> Any:
-        """A batch norm as a program has it before it is synchronized."""
+        """Return a batch norm layer, before `synchronize`."""
 
     def synchronize(self, model: Any, communicator: Any) -> Any:
-        """The model with layers that share statistics."""
+        """Return the model, with layers that share statistics."""
         return model
 
     def _enter_mpi(self, count: int) -> None:
-        """Be a rank of MPI's world, with `count` communicators."""
+        """Join MPI.COMM_WORLD, and make `count` communicators of all ranks."""
         from mpi4py import MPI
 
         self.everybody = world = MPI.COMM_WORLD
@@ -50,7 +50,7 @@ class World(ABC):
 
 
 def enter(setup: Setup, files: str, count: int) -> World:
-    """Join the others, for `count` scenarios. Collective."""
+    """Join the other ranks, for `count` scenarios. Collective."""
     module = import_module(f"faults.{setup.framework}_worlds")
     world: World = getattr(module, setup.world)(count)
     world.files = Path(files)
