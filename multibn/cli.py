@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of stdout has ended; DST was written before
+    except BrokenPipeError:  # the reader of stdout has ended; DST is already written
         _flush_stdout()
         return 0
     except (FloatingPointError, ImportError, OSError, ValueError) as error:
@@ -84,13 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--prefix", default="", metavar="P", help="convert only the keys under the prefix P")
     for name, file in (("--from", "SRC"), ("--to", "DST")):
         option(name, choices=("torch", "flax"), help=f"framework of {file}, if .safetensors")
-    option(
-        "--transposed",
-        nargs="+",
-        default=(),
-        metavar="LAYER",
-        help="layers that are ConvTranspose in flax",
-    )
+    kernels = "layers that are ConvTranspose in flax"
+    option("--transposed", nargs="+", default=(), metavar="LAYER", help=kernels)
     elements = "elements per channel of a batch: convert running variances to DST's convention"
     option("--count", type=float, metavar="N", help=elements)
     option = add("pool", _pool).add_argument
