@@ -190,8 +190,8 @@ def torch_to_chainer(state: Mapping[str, Any], /, *, names: Names | None = None)
     of `names` strips the prefix that DistributedDataParallel adds. `{"bn.split_bn": None, "bn.bn":
     "bn"}` converts the SubBatchNorm `bn` to a plain layer with the statistics of all its splits.
 
-    `names`, the result and the errors are those of `chainer_to_torch`. bfloat16, which NumPy lacks,
-    becomes float32.
+    `state` maps torch's names to tensors. `names`, the result and the errors are those of
+    `chainer_to_torch`. bfloat16, which NumPy lacks, becomes float32.
 
     Examples
     --------
