@@ -183,7 +183,7 @@ def chainer_to_torch(arrays: Mapping[str, Array], /, *, names: Names | None = No
 
 
 def torch_to_chainer(state: Mapping[str, Any], /, *, names: Names | None = None) -> Converted:
-    """Translate the state of a torch model to Chainer's names; the inverse of `chainer_to_torch`.
+    """Translate the torch model's `state` to Chainer's names; the inverse of `chainer_to_torch`.
 
     A one-dimensional weight with a bias, but without running statistics, becomes the gamma of a
     normalization layer; without a bias, the weight must be in `names`. The entry `{"module": ""}`
