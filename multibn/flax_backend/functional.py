@@ -1,7 +1,7 @@
 """Batch normalization as a function of arrays, which JAX traces and differentiates.
 
-The steps between an activation and a message are those of `multibn.kernels.steps`. The passes over
-an activation are written for XLA to fuse: the sums and the output read the same input minus a
+The per-channel arithmetic before and after the psum is that of `multibn.kernels.steps`. The passes
+over an activation are written for XLA to fuse: the sums and the output read the same input minus a
 rounded mean, and no gradient flows through the rounding.
 """
 
@@ -31,7 +31,7 @@ from multibn.flax_backend.mesh_axis import AxisName, Groups, MeshAxis, spread
 from multibn.kernels import BatchStatistics, NormArgs, reference, steps
 from multibn.kernels.spec import NOT_FINITE, OK
 
-_NO_ELEMENT = -1  # the state of a batch of which masks leave nothing
+_NO_ELEMENT = -1  # the state of a batch whose elements are all masked
 
 
 class Options(NamedTuple):
@@ -64,7 +64,7 @@ class Options(NamedTuple):
         return found._replace(axis=axis, axis_name=name, axis_index_groups=groups, sum_dtype=dtype)
 
     def channel_axes(self, ndim: int) -> tuple[int, ...]:
-        """The axes of the channels in an input with so many axes."""
+        """The channel axes of an input with `ndim` axes."""
         axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
         found = tuple(sorted({k + ndim if k < 0 else k for k in axes}))
         if not (found and 0 <= found[0] <= found[-1] < ndim and len(found) < ndim):
@@ -76,11 +76,11 @@ class Options(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What comes of an input: the output, running mean and variance, and the batch's statistics."""
+    """The result for one input: the output, running mean and variance, and batch statistics."""
 
     y: Array
     running: Any
-    statistics: Any = None  # a `BatchStatistics`, where a batch was read
+    statistics: Any = None  # a `BatchStatistics`; None if the running statistics were used
     state: Array | int = OK
 
 
@@ -100,7 +100,7 @@ def sync_batch_norm(
 ) -> tuple[Array, BatchStatistics]:
     """Normalize `x` by the statistics of the batch that all devices hold together.
 
-    Devices share, and all transformations of JAX apply, as in `BatchNorm`.
+    See `BatchNorm` for which devices share statistics and how JAX's transformations behave.
 
     Parameters
     ----------
@@ -122,9 +122,10 @@ def sync_batch_norm(
     Raises
     ------
     TypeError, ValueError
-        As `BatchNorm`, where JAX traces.
+        As in `BatchNorm`, at trace time.
     FloatingPointError
-        If `x`, unless it is float16, has NaN or infinity, outside of JAX's transformations.
+        If `x` is not float16 and contains NaN, infinity or values that overflow, and jax.jit or
+        jax.vmap does not trace the call.
 
     Examples
     --------
@@ -159,7 +160,7 @@ def run(
         raise ValueError(
             f"`mask` or `lengths` excludes every element of an input of shape {x.shape}."
         )
-    if state == NOT_FINITE and x.dtype != jnp.float16:  # there, a gradient scaler skips the step
+    if state == NOT_FINITE and x.dtype != jnp.float16:  # for float16, a scaler skips the step
         raise FloatingPointError(
             "the batch statistics are not finite: the input contains NaN, infinity or values that "
             "overflow. Check the preceding layers."
@@ -182,9 +183,11 @@ def _run(arrays: Any, options: Options, use_running: bool) -> Batch:
     axis, dtype = args.axis, reference.arithmetic_dtype(jnp, x.dtype)
     n, is_wide = steps.at_least_one(count), dtype == jnp.float64
     x = reference.masked(x.astype(dtype), args.mask)
-    # Rounded by a conversion, which cannot be fused into one operation with the subtraction.
+    # float64, rounded by `astype`: XLA cannot contract this product and the subtraction below into
+    # one FMA.
     centre = lax.stop_gradient(jnp.sum(x, axis=axis) * (1.0 / n)).astype(dtype)
-    if is_wide:  # a trace cannot check for cancellation: all subtract a common mean
+    # Traced code cannot branch on cancellation, so float64 devices always subtract a common mean.
+    if is_wide:
         sent = lax.stop_gradient(wire.concat([centre * weight, jnp.reshape(weight, (1,))]))
         total = shared.allreduce(sent)
         centre = jnp.reshape(total[:-1] / jnp.where(total[-1] == 0, 1.0, total[-1]), centre.shape)
@@ -255,12 +258,15 @@ def _args(x: Array, arrays: Any, mask: Any, lengths: Any, options: Options) -> N
 
 
 def _weigh(args: NormArgs, weighting: Weighting, shared: Any) -> tuple[Array, Array]:
-    """What this device counts for, and its elements per channel; raises where all have too few."""
+    """This device's weight, and its elements per channel.
+
+    Raises if its shard is empty, or if all devices together have one value per channel.
+    """
     weight, count = masks.weigh(args, weighting)
     if args.mask is None and not count:
         raise ValueError(
-            f"`x` must have elements: got shape {args.x.shape}. Pad the shards of a batch that is "
-            "smaller than its devices, and pass a `mask`."
+            f"`x` must have elements: got shape {args.x.shape}. If the batch has fewer samples "
+            "than there are devices, pad it and pass a `mask`."
         )
     if args.mask is None and count * shared.size == 1:
         raise OneValueError(
@@ -280,7 +286,7 @@ def _sums(d: Array, axis: tuple[int, ...], dtype: str) -> tuple[Array, ...]:
 @_sums.defjvp
 def _sums_jvp(axis: Any, dtype: str, primals: Any, tangents: Any) -> Any:
     (d,), (t,) = primals, tangents
-    with jax.enable_x64(True):  # JAX may call this when the program around has ended
+    with jax.enable_x64(True):  # JAX may call this after the context around `_run` has exited
         found = _computed_once(*(jnp.sum(v, axis=axis) for v in (t, 2 * d * t)))
         return _sums(d, axis, dtype), tuple(v.astype(jnp.float64) for v in found)
 

@@ -61,8 +61,9 @@ class BatchNorm(nnx.BatchNorm):
         the input is not floating-point, has the wrong channels, no element, or one value per
         channel; if `mask` or `lengths` does not fit.
     FloatingPointError
-        If an input contains NaN or infinity, outside JAX's transformations; never for float16.
-        Under jax.jit, the output is NaN and running statistics are not updated.
+        If an input contains NaN, infinity or values that overflow, and jax.jit or jax.vmap does not
+        trace the call; never for float16. In traced code, the output is NaN and running statistics
+        are not updated.
 
     Notes
     -----
