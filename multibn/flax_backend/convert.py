@@ -54,7 +54,7 @@ def convert_batch_norm(
     >>> type(revert_batch_norm(model).layers[0]) is nnx.BatchNorm
     True
     """
-    Options.of(Options(weighting=weighting, running_var=running_var, sum_dtype=sum_dtype))
+    Options.from_layer(Options(weighting=weighting, running_var=running_var, sum_dtype=sum_dtype))
     obstacles: dict[str, str] = {}
     layers = [(p, m) for p, m in nnx.iter_modules(model) if isinstance(m, nnx.BatchNorm)]
     for path, layer in layers:

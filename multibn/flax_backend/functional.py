@@ -47,7 +47,7 @@ class Options(NamedTuple):
     running_var: RunningVar = "biased"
 
     @classmethod
-    def of(cls, layer: Any) -> "Options":
+    def from_layer(cls, layer: Any) -> "Options":
         """The options of a layer; raises TypeError or ValueError for a wrong value."""
         found = cls(*(getattr(layer, name) for name in cls._fields))
         check_choice("weighting", found.weighting, Weighting)
@@ -75,7 +75,7 @@ class Options(NamedTuple):
         return found
 
 
-class Batch(NamedTuple):
+class NormResult(NamedTuple):
     """The result for one input: the output, running mean and variance, and batch statistics."""
 
     y: Array
@@ -136,14 +136,14 @@ def sync_batch_norm(
     [-1.  1.] [1.]
     """
     given = Options(axis, epsilon, axis_name, axis_index_groups, weighting, sum_dtype)
-    batch = run(floating(x), scale, bias, None, mask, lengths, Options.of(given))
+    batch = run(floating(x), scale, bias, None, mask, lengths, Options.from_layer(given))
     return batch.y, batch.statistics
 
 
 def run(
     x: Any, scale: Any, bias: Any, running: Any, mask: Any, lengths: Any, options: Options,
     *, use_running: bool = False,
-) -> Batch:  # fmt: skip
+) -> NormResult:  # fmt: skip
     """Normalize an input by its batch, or by `running` mean and variance if `use_running`.
 
     Outside of a trace, raises if no element counts, or if the statistics are not finite (float16
@@ -169,46 +169,47 @@ def run(
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _run(arrays: Any, options: Options, use_running: bool) -> Batch:
+def _run(arrays: Any, options: Options, use_running: bool) -> NormResult:
     x, scale, bias, running, mask, lengths = arrays
     args = _args(x, (scale, bias, *(running or ())), mask, lengths, options)
     if use_running:
         one = jnp.ones((), jnp.float64)
         mean, var = map(steps.as_wide, running)
         known = BatchStatistics(mean, var, one, one)
-        return Batch(reference.normalize(args, known), running)
+        return NormResult(reference.normalize(args, known), running)
     name, groups = options.axis_name, options.axis_index_groups
-    shared: Any = SingleProcess() if name is None else MeshAxis(name, groups)
-    weight, count = _weigh(args, options.weighting, shared)
+    communicator: Any = SingleProcess() if name is None else MeshAxis(name, groups)
+    weight, count = _weigh(args, options.weighting, communicator)
     axis, dtype = args.axis, reference.arithmetic_dtype(jnp, x.dtype)
-    n, is_wide = steps.at_least_one(count), dtype == jnp.float64
+    n, is_float64 = steps.at_least_one(count), dtype == jnp.float64
     x = reference.masked(x.astype(dtype), args.mask)
     # float64, rounded by `astype`: XLA cannot contract this product and the subtraction below into
     # one FMA.
     centre = lax.stop_gradient(jnp.sum(x, axis=axis) * (1.0 / n)).astype(dtype)
     # Traced code cannot branch on cancellation, so float64 devices always subtract a common mean.
-    if is_wide:
+    if is_float64:
         sent = lax.stop_gradient(wire.concat([centre * weight, jnp.reshape(weight, (1,))]))
-        total = shared.allreduce(sent)
+        total = communicator.allreduce(sent)
         centre = jnp.reshape(total[:-1] / jnp.where(total[-1] == 0, 1.0, total[-1]), centre.shape)
     d = reference.masked(x - reference.per_channel(centre, x, axis), args.mask)
     sum_dtype = jnp.promote_types(options.sum_dtype, dtype).name
     first, second = (v / n for v in _sums(d, axis, sum_dtype))
-    # With `is_wide`, the mean in the message is relative to the common centre.
-    own = jnp.zeros_like(first) if is_wide else steps.as_wide(centre)
-    mean = own + first
+    # With `is_float64`, the mean in the message is relative to the common centre.
+    local_centre = jnp.zeros_like(first) if is_float64 else steps.as_wide(centre)
+    mean = local_centre + first
     meansqr = second - first * first + mean * mean
-    summed = shared.allreduce(steps.pack(mean, meansqr, weight, count, wire.rank_bit(shared.rank)))
-    of_y, _ = steps.statistics_of(args, spread(summed, x, name), weight, count)
-    scales = 1.0 / jnp.sqrt(of_y.var + args.eps)
+    payload = steps.pack(mean, meansqr, weight, count, wire.rank_bit(communicator.rank))
+    summed = communicator.allreduce(payload)
+    differentiable, _ = steps.statistics_of(args, spread(summed, x, name), weight, count)
+    scales = 1.0 / jnp.sqrt(differentiable.var + args.eps)
     scales = scales if scale is None else scales * steps.as_wide(scale)
-    shifts = (own - of_y.mean) * scales
+    shifts = (local_centre - differentiable.mean) * scales
     shifts = shifts if bias is None else shifts + steps.as_wide(bias)
     rows = _computed_once(scales.astype(dtype), shifts.astype(dtype))
     scales, shifts = (reference.per_channel(v, x, axis) for v in rows)
     y = reference.masked((d * scales + shifts).astype(args.x.dtype), args.mask)
     batch, _ = steps.statistics_of(args, lax.stop_gradient(summed), weight, count)
-    if is_wide:
+    if is_float64:
         batch = batch._replace(mean=batch.mean + centre)
     if running is not None:
         var = running_variance(batch, local_count=count, convention=options.running_var)
@@ -216,7 +217,7 @@ def _run(arrays: Any, options: Options, use_running: bool) -> Batch:
         running = tuple(map(steps.moved, running, (batch.mean, var), (share, share)))
     lost = jnp.any(jnp.isnan(batch.mean))
     state = jnp.where(lost, NOT_FINITE, jnp.where(batch.count > 0, OK, _NO_ELEMENT))
-    return Batch(y, running, batch, state)
+    return NormResult(y, running, batch, state)
 
 
 def floating(x: Any) -> Array:
@@ -229,35 +230,36 @@ def floating(x: Any) -> Array:
 
 def _args(x: Array, arrays: Any, mask: Any, lengths: Any, options: Options) -> NormArgs:
     """The engine's arguments; raises TypeError or ValueError for those that do not fit."""
-    of_channels = options.channel_axes(x.ndim)
-    axis, C = reduced_axes(x.ndim, of_channels), tuple(x.shape[k] for k in of_channels)
-    if wrong := [v.shape for v in arrays if v is not None and v.shape != C]:
+    channel_axes = options.channel_axes(x.ndim)
+    channel_shape = tuple(x.shape[k] for k in channel_axes)
+    axis = reduced_axes(x.ndim, channel_axes)
+    if wrong := [v.shape for v in arrays if v is not None and v.shape != channel_shape]:
         raise ValueError(
-            f"`scale`, `bias` and running statistics must have shape {C}, that of axis "
+            f"`scale`, `bias` and running statistics must have shape {channel_shape}, that of axis "
             f"{options.axis} of an input of shape {x.shape}: got {wrong[0]}. Check `axis`, or "
-            f"construct the layer of flax.nnx with num_features={math.prod(C)}."
+            f"construct the layer of flax.nnx with num_features={math.prod(channel_shape)}."
         )
     if lengths is not None and len(axis) < 2:
         raise ValueError(f"`lengths` needs an input of shape (N, L, ..., C): got {x.shape}.")
     if mask is not None:
-        form = tuple(1 if k in of_channels else n for k, n in enumerate(x.shape))
-        if mask.ndim != x.ndim or any(mask.shape[k] != 1 for k in of_channels):
+        form = tuple(1 if k in channel_axes else n for k, n in enumerate(x.shape))
+        if mask.ndim != x.ndim or any(mask.shape[k] != 1 for k in channel_axes):
             cure = ""
             if mask.ndim == x.ndim:
-                one = ", ".join(":1" if k in of_channels else ":" for k in range(x.ndim))
+                one = ", ".join(":1" if k in channel_axes else ":" for k in range(x.ndim))
                 cure = f" Take the mask of one channel: mask[{one}]."
             elif mask.shape == tuple(x.shape[k] for k in axis):
-                cure = f" Add the axis of the channels: jnp.expand_dims(mask, {of_channels})."
+                cure = f" Add the axis of the channels: jnp.expand_dims(mask, {channel_axes})."
             raise ValueError(
                 f"`mask` must have shape {form}, with 1 for the channels, or one that broadcasts "
                 f"to it: got {mask.shape} for an input of shape {x.shape}.{cure}"
             )
-        mask = jnp.squeeze(mask, of_channels)
+        mask = jnp.squeeze(mask, channel_axes)
     mask = masks.as_mask(x, mask, lengths, axis=axis)
     return NormArgs(x, arrays[0], arrays[1], options.epsilon, axis, mask=mask)
 
 
-def _weigh(args: NormArgs, weighting: Weighting, shared: Any) -> tuple[Array, Array]:
+def _weigh(args: NormArgs, weighting: Weighting, communicator: Any) -> tuple[Array, Array]:
     """This device's weight, and its elements per channel.
 
     Raises if its shard is empty, or if all devices together have one value per channel.
@@ -268,7 +270,7 @@ def _weigh(args: NormArgs, weighting: Weighting, shared: Any) -> tuple[Array, Ar
             f"`x` must have elements: got shape {args.x.shape}. If the batch has fewer samples "
             "than there are devices, pad it and pass a `mask`."
         )
-    if args.mask is None and count * shared.size == 1:
+    if args.mask is None and count * communicator.size == 1:
         raise OneValueError(
             "normalizing by the statistics of a batch needs more than 1 value per channel: `x` has "
             f"1, of shape {args.x.shape}. Use a larger batch; a layer can use its running "

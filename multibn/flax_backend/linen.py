@@ -55,7 +55,7 @@ class BatchNorm(linen.BatchNorm):
     ) -> Array:
         name = "use_running_average"
         use = linen.merge_param(name, self.use_running_average, use_running_average)
-        options, x = Options.of(self), floating(x)
+        options, x = Options.from_layer(self), floating(x)
         shape = tuple(x.shape[k] for k in options.channel_axes(x.ndim))
         stats_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, stats_dtype)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from multibn._typing import Array, RunningVar, Weighting
-from multibn.flax_backend.functional import Batch, Options, floating, run
+from multibn.flax_backend.functional import NormResult, Options, floating, run
 from multibn.kernels import steps
 
 
 class Population(nnx.Variable):
     """The sums over all inputs of a layer, while `update_bn_stats` runs."""
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: NormResult) -> None:
         """Add the sums of a batch, unless the batch is not finite or has no element."""
         with jax.enable_x64(True):
             mean, var, count, _ = batch.statistics
@@ -95,7 +95,7 @@ class BatchNorm(nnx.BatchNorm):
     ) -> None:
         super().__init__(num_features, **options)
         self.weighting, self.running_var, self.sum_dtype = weighting, running_var, sum_dtype
-        Options.of(self)
+        Options.from_layer(self)
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ class BatchNorm(nnx.BatchNorm):
                 "`use_running_average` must be a bool in the call or in the layer: got None in "
                 "both. Call model.train() or model.eval() first."
             )
-        options, x = Options.of(self), floating(x)
+        options, x = Options.from_layer(self), floating(x)
         scale, bias = (v if v is None else v[...] for v in (self.scale, self.bias))
         running = self.mean[...], self.var[...]
         x, *_ = self.promote_dtype((x, *running, scale, bias), dtype=self.dtype)
