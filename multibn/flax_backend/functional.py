@@ -294,13 +294,9 @@ def _sums_jvp(axis: Any, dtype: str, primals: Any, tangents: Any) -> Any:
 
 
 def _computed_once(*arrays: Array) -> Array:
-    """Stack arrays of channels, before XLA broadcasts them to an activation, or their gradients.
+    """Stack per-channel arrays or tangents so that XLA computes them before it broadcasts them.
 
-    XLA for CPU would fuse the float64 arithmetic that yields them into the loop over the
-    activation, and repeat it for each element. XLA does not fuse a product of matrices.
+    Without the barrier, XLA for CPU fuses the float64 arithmetic that yields them into the loop
+    over the activation, and repeats it for each element.
     """
-    return lax.platform_dependent(
-        jnp.stack(arrays),
-        cpu=lambda rows: jnp.tensordot(jnp.eye(2, dtype=rows.dtype), rows, 1),
-        default=lambda rows: rows,
-    )
+    return lax.optimization_barrier(jnp.stack(arrays))

@@ -161,6 +161,12 @@ def check_batches_that_are_not_finite() -> None:
     assert (half.var[...] == 1).all()
 
 
+def check_an_infinite_bias_is_an_infinite_output() -> None:
+    bias = jnp.asarray([1.0, jnp.inf, 1.0])
+    y = sync_batch_norm(jnp.asarray([[1.0] * 3, [3.0] * 3]), None, bias)[0]
+    np.testing.assert_allclose(y, [[0.0, np.inf, 0.0], [2.0, np.inf, 2.0]], rtol=0, atol=1e-4)
+
+
 def check_masks_that_leave_nothing() -> None:
     bn, mask = layer(), jnp.zeros((4, 5, 1), bool)
     with pytest.raises(ValueError, match="`mask` or `lengths` excludes every element"):
