@@ -2,7 +2,7 @@
 
 #include "_locate.h"
 
-/* The fields that the core reads, or knows to have no part in what the core computes. */
+/* The fields that the core reads, or that do not affect what it computes. */
 #define ARGS_FIELDS(F)                                                                                       \
     F(NormArgs, x) F(NormArgs, weight) F(NormArgs, bias) F(NormArgs, eps) F(NormArgs, axis)                   \
     F(NormArgs, residual) F(NormArgs, relu) F(NormArgs, running) F(NormArgs, mask)
@@ -21,8 +21,8 @@ static const char *const FIELDS[] = {ARGS_FIELDS(NAME), GRADIENT_FIELDS(NAME), B
 
 static Py_ssize_t places[NUM_FIELDS]; /* of the fields in their named tuples */
 
-/* The places; num_threads; numpy.ndarray; and torch.Tensor, torch.nn.Parameter and the capsule of torch's functions, or
-None without torch. */
+/* Arguments: the places; num_threads; numpy.ndarray; torch.Tensor, torch.nn.Parameter and the capsule of torch's DLPack
+functions, or None for each without torch. */
 static PyObject *py_use(PyObject *self, PyObject *args)
 {
     PyObject *found, *capsule;
@@ -40,18 +40,18 @@ static PyObject *py_use(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* A call of a function: its arguments as `read_<name>` finds them. Once the call is refused, no argument is read. */
+/* The arguments of a call, filled by `read_<name>`. Once the call is refused, no further argument is read. */
 typedef struct {
-    int refused; /* whether the core cannot compute, or an exception */
+    int refused; /* whether the core does not support an argument, or an exception is set */
     Activation x;
     int64_t dtype; /* of x */
     Pass pass;
     Statistics statistics;
     Running running;
-    double *numbers; /* of packed statistics, all in a row */
-    double *message, weight, count, mark; /* what is sent or was summed; what this rank counts for, its elements, mark */
+    double *numbers; /* of packed statistics, contiguous */
+    double *message, weight, count, mark; /* the payload or the sum; this rank's weight, elements per channel, mark */
     double *total, *element_weight; /* of the whole batch */
-    Parameter dweight, dbias, coefficients; /* of a compiler's code, in place of the pass over elements */
+    Parameter dweight, dbias, coefficients; /* coefficients: output for compiled code, instead of a pass */
 } Call;
 
 /* A field of a record; borrowed. None once the call is refused. */
@@ -64,7 +64,7 @@ static PyObject *get_field(Call *call, PyObject *record, int field)
 
 enum { ANY_FLOAT = 0, WRITTEN = 1, OPTIONAL = 2 };
 
-/* An array of the dtype, shape and memory order of another, or NULL for None in place of an optional one. */
+/* The data of an array with the dtype, shape and memory order of `other`; NULL if it is OPTIONAL and None. */
 static void *take_like(Call *call, PyObject *object, const Array *other, int how)
 {
     Array a;
@@ -74,7 +74,7 @@ static void *take_like(Call *call, PyObject *object, const Array *other, int how
     return call->refused ? NULL : a.data;
 }
 
-/* `n` numbers in a row, of any shape; None as above. */
+/* `n` contiguous numbers, of any shape; None is handled as above. */
 static Parameter take(Call *call, PyObject *object, int dtype, int64_t n, int how)
 {
     Array a;
@@ -85,8 +85,8 @@ static Parameter take(Call *call, PyObject *object, int dtype, int64_t n, int ho
     return call->refused ? (Parameter){0} : (Parameter){a.data, number_of(a.dtype)};
 }
 
-/* Memory for the output of a pass, like `x`; or, `instead`, for `rows` coefficients of each channel, in the dtype of
-the arithmetic. */
+/* Memory for the output of a pass, like `x`; or, if `instead` is true, for `rows` coefficients of each channel, in the
+dtype of the arithmetic. */
 static void take_output(Call *call, PyObject *object, PyObject *instead, int64_t rows)
 {
     if (!PyObject_IsTrue(instead)) {
@@ -98,7 +98,7 @@ static void take_output(Call *call, PyObject *object, PyObject *instead, int64_t
         call->refused = 1;
 }
 
-/* A number, also in an array. */
+/* The value of a number, or of an array that holds one. */
 static double number(Call *call, PyObject *object)
 {
     Array a;
@@ -130,7 +130,7 @@ static int has_relu(Call *call, PyObject *i)
     return !call->refused && PyObject_IsTrue(get_field(call, i, NormArgs_relu)) == 1;
 }
 
-/* `n` numbers of the statistics of a batch, which are in arrays of their own, or, packed, from one on in a row. */
+/* `n` numbers of a batch's statistics: its array `field`, or, if packed, the numbers from `from` on. */
 static double *take_statistic(Call *call, PyObject *batch, int field, int64_t from, int64_t n, int how)
 {
     if (!call->refused && PyTuple_Size(batch) != 2) /* BatchStatistics */
@@ -140,7 +140,7 @@ static double *take_statistic(Call *call, PyObject *batch, int field, int64_t fr
     return call->numbers ? call->numbers + from : NULL;
 }
 
-/* What a pass reads beside the activations; `written` if a pass is to write mean and variance. */
+/* The per-channel arguments of a pass; `written` is WRITTEN if the pass writes mean and variance. */
 static void read_statistics(Call *call, PyObject *i, PyObject *batch, int written)
 {
     const int64_t C = call->pass.C;
@@ -154,9 +154,9 @@ static void read_statistics(Call *call, PyObject *i, PyObject *batch, int writte
     call->pass.mean = call->statistics.mean;
 }
 
-enum { KEEP_GIL_BELOW_ELEMENTS = 1 << 14 }; /* a pass over as many elements releases the GIL */
+enum { KEEP_GIL_BELOW_ELEMENTS = 1 << 14 }; /* a pass over at least this many elements releases the GIL */
 
-/* How many threads may share a pass over so many elements; -1, and an exception, if Python cannot tell. */
+/* How many threads may share a pass over this many elements; -1 if Python raised an exception. */
 static int64_t num_threads(int64_t elements)
 {
     PyObject *found = elements < 2 * SHARE ? NULL : PyObject_CallNoArgs(known.num_threads);
@@ -165,9 +165,9 @@ static int64_t num_threads(int64_t elements)
     return n;
 }
 
-/* A function for Python, of a record and other arguments, which `read_<name>` reads. Returns a number, or raises
-MemoryError for one below 0; None if the core cannot compute, and nothing was done. A function has memory for 2 numbers
-per channel, and 2 for each part. */
+/* Define a function for Python, whose arguments `read_<name>` reads. It returns the number that `name` returns, or
+raises MemoryError if the number is negative. It returns None, and does nothing, if the core does not support the
+arguments. `name` gets memory for 2 numbers per channel, and 2 per channel and part. */
 #define FUNCTION(name, num_arguments)                                                 \
     static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t num) \
     {                                                                                 \

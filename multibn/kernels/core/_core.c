@@ -30,8 +30,8 @@ of exactly 0, and the backward pass finds the sign of an output that the forward
 
 #include "_launches.h"
 
-/* What moments are taken about, rounded: the mean, or at first the mean of each channel's first values, which is
-exact if these are equal. */
+/* Write the rounded centre of the moments: first the mean of each channel's first values, which is exact if they are
+equal; `again`, the mean. */
 static void centre(const Pass *p, int64_t dtype, int64_t again, double *mean)
 {
     double *const value = p->sums, *const rest = p->sums + p->C; /* before the sums are made */
@@ -67,7 +67,7 @@ static int begin_forward(Call *a, double *memory)
     return 0;
 }
 
-/* NormArgs, the payload, what the rank counts for, its elements per channel, its mark. */
+/* Arguments: NormArgs, the payload, the rank's weight, its elements per channel, its mark. */
 static void read_begin_forward(Call *a, PyObject *const *args)
 {
     read_input(a, args[0]);
@@ -89,7 +89,7 @@ static void read_gradient(Call *a, PyObject *tuple)
     read_statistics(a, i, batch, 0);
 }
 
-/* Sums of dy and of dy * xhat, into the message and the gradients of weight and bias. */
+/* Write the sums of dy and of dy * xhat into the message and the gradients of weight and bias. */
 static int begin_backward(Call *a, double *memory)
 {
     Pass *p = &a->pass;
@@ -113,7 +113,7 @@ static int begin_backward(Call *a, double *memory)
     return 0;
 }
 
-/* A Gradient, the payload, the gradients of weight and bias or None. */
+/* Arguments: a Gradient, the payload, the gradients of weight and bias, or None. */
 static void read_begin_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
@@ -144,12 +144,12 @@ static void read_pass(Call *a, PyObject *const *args, int written)
     take_output(a, args[2], args[3], 3);
 }
 
-/* NormArgs, BatchStatistics, the output, whether coefficients take its place. */
+/* Arguments: NormArgs, BatchStatistics, the output, whether it gets coefficients instead. */
 static void read_normalize(Call *a, PyObject *const *args) { read_pass(a, args, 0); }
 
 FUNCTION(normalize, 4)
 
-/* Writes the statistics of the message, moves the running statistics, and then y. Returns the state of the message. */
+/* Write the statistics, the running statistics and then y. Returns the state of the message. */
 static int finish_forward(Call *a, double *memory)
 {
     const Statistics *s = &a->statistics;
@@ -162,7 +162,7 @@ static int finish_forward(Call *a, double *memory)
     return normalize(a, memory); /* 0, which is OK */
 }
 
-/* As `normalize`, then the sum of all messages, and as `begin_forward` weight and count. */
+/* Arguments: those of `normalize`, the sum of all messages, the rank's weight, its elements per channel. */
 static void read_finish_forward(Call *a, PyObject *const *args)
 {
     read_pass(a, args, WRITTEN);
@@ -190,7 +190,7 @@ static void read_finish_forward(Call *a, PyObject *const *args)
 
 FUNCTION(finish_forward, 7)
 
-/* dx, and the residual's gradient where dy is not itself the gradient. */
+/* Write dx, and the residual's gradient unless it is dy. */
 static int finish_backward(Call *a, double *memory)
 {
     Pass *p = &a->pass;
@@ -212,7 +212,8 @@ static int finish_backward(Call *a, double *memory)
     return in_threads(p, p->kind == SIGN_OF_X ? 5 : 4);
 }
 
-/* A Gradient, the sum of all messages, dx, whether coefficients take its place, the gradient of the residual or None. */
+/* Arguments: a Gradient, the sum of all messages, dx, whether it gets coefficients instead, the residual's gradient or
+None. */
 static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);

@@ -8,7 +8,7 @@ enum { MOST_PARAMETERS = 40 };
 typedef int (*LaunchKernel)(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
                             unsigned shared, void *stream, void **parameters, void **options);
 
-/* A parameter is a number, or the value in a slot, which the caller of `run_launches` gives. */
+/* A parameter is a number, or the value of a slot, which the caller of `run_launches` passes. */
 typedef struct {
     void *function;
     unsigned programs, threads, shared;
@@ -45,7 +45,7 @@ static int read_launch(Launch *l, PyObject *row)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Of rows (function, programs, threads, bytes of shared memory, slots, numbers). */
+/* Arguments: one tuple (function, programs, threads, bytes of shared memory, slots, numbers) per launch. */
 static PyObject *py_prepare_launches(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     (void)self;
@@ -68,7 +68,7 @@ static PyObject *py_prepare_launches(PyObject *self, PyObject *const *args, Py_s
     return PyCapsule_New(all, "launches", free_launches);
 }
 
-/* Of the launches, a stream, and the values of slots: numbers, or None for slots that no launch reads. */
+/* Arguments: the launches, a stream, and the values of the slots: numbers, or None if no launch reads the slot. */
 static PyObject *py_run_launches(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     (void)self;

@@ -1,5 +1,5 @@
-/* Where the arrays of a pass lie: NumPy tells by the struct of its array interface, torch by the C functions that it
-offers for DLPack. A look takes some nanoseconds, where Python's questions about an array take a microsecond. */
+/* Get the addresses, shapes and strides of arrays: from NumPy's array interface struct, and from torch's C functions
+for DLPack. This takes some nanoseconds, while the same queries in Python take a microsecond. */
 
 enum { MAX_NDIM = 8 };
 /* Dtypes, by DLPack's code and bits. */
@@ -43,13 +43,13 @@ static struct {
     PyObject *num_threads;           /* a function */
 } known;
 
-/* Whether `object` is an array in host memory. One that a pass `writes` must be writable; another must not be
-lazily negated, as torch has tensors. */
+/* Whether `object` is an array in host memory. It must be writable if a pass `writes` it; otherwise it must not be a
+lazily negated torch tensor. */
 static int look(PyObject *object, int writes, Array *a)
 {
     const PyObject *kind = (PyObject *)Py_TYPE(object);
     const int64_t *shape = NULL, *strides = NULL;
-    PyObject *answer = NULL; /* of Python */
+    PyObject *answer = NULL; /* a Python object */
     int there = 0, shift = 0; /* shift: strides are divided by 1 << shift */
     if (kind == known.ndarray) {
         enum { ALIGNED = 0x100, IN_THIS_BYTE_ORDER = 0x200, WRITABLE = 0x400 };
@@ -83,13 +83,13 @@ static int look(PyObject *object, int writes, Array *a)
     return there;
 }
 
-/* The number of a dtype in the loops; -1 if these do not know it. */
+/* The index of a dtype's loops; -1 if there are none. */
 static int number_of(int dtype)
 {
     return dtype == FLOAT32 ? 0 : dtype == FLOAT64 ? 1 : dtype == FLOAT16 ? 2 : dtype == BFLOAT16 ? 3 : -1;
 }
 
-/* How many elements an array has; -1 if these are not in contiguous memory. */
+/* The number of elements of an array; -1 if it is not contiguous. */
 static int64_t contiguous(const Array *a)
 {
     int64_t n = 1;

@@ -6,9 +6,9 @@ planes of several channels side by side, and of several samples where a sample i
 copy of the coefficients.
 
 A pass over a large activation waits for memory. So the loops ask for cache lines a page ahead of their turn, and a
-large result leaves past the caches, whose lines would be read first otherwise, but for one of 16-bit values.
+large result uses non-temporal stores, since other stores would first read its cache lines. 16-bit results do not.
 
-A few dozen values in a row are summed in the dtype of the arithmetic, and these sums are added up in float64. 16-bit
+A few dozen consecutive values are summed in the dtype of the arithmetic, and these sums are added up in float64. 16-bit
 values are widened block by block: no pass has a copy of an activation. */
 
 /* A pass over the samples n0:n1 of the channels c0:c1. */
@@ -97,7 +97,7 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
     return 0;
 }
 
-/* The coefficients of all channels, as `start` has them, into an array with a row for each. */
+/* Write the coefficients of all channels, as in `start`, to an array with a row for each coefficient. */
 static int write_coefficients(const Pass *p, void *rows)
 {
     const size_t size = p->loops->size;
@@ -135,7 +135,7 @@ static void spread(const Work *w, const Pass *p, int num, int64_t a, int64_t b, 
     }
 }
 
-/* A true byte may be any but 0. */
+/* Whether all bytes are 0; True may be any other byte. */
 static int all_zero(const uint8_t *mask, int64_t n) { return !mask[0] && !memcmp(mask, mask + 1, n - 1); }
 
 /* The mask of the sample n's planes, or of the columns of some samples and channels; NULL if all elements count. */
@@ -175,7 +175,7 @@ static const void *widened(const Loops *loops, const void *array, int64_t at, in
     return buffer;
 }
 
-/* A row of memory, in blocks if they are to be widened. */
+/* Run a loop over a row of memory, in blocks if the values have to be widened. */
 static void run(const Pass *p, Work *w, const Rows *row, void (*loop)(const Rows *), int64_t at, int64_t planes,
                 int64_t S)
 {

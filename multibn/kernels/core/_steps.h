@@ -14,7 +14,7 @@ typedef struct {
     default: CODE(uint16_t, from_bfloat16, to_bfloat16);      \
     }
 
-/* n numbers of an array in float64, from one on and `step` apart; and float64 numbers into an array. */
+/* Read n numbers of an array in float64, from index `from` on, `step` apart; `put` writes float64 numbers. */
 static void get(Parameter array, int64_t from, int64_t step, int64_t n, double *restrict numbers)
 {
 #define CODE(A, wide, narrow) \
@@ -49,7 +49,7 @@ static void pack(const double *mean, const double *var, double *packed, int64_t 
     packed[2 * C + COUNT] = count;
 }
 
-/* What a pass reads beside the activations; the mean and the variance are written by `finish_forward`. */
+/* The per-channel arguments of a pass; `finish_forward` writes the mean and the variance. */
 typedef struct {
     double *mean, *var;
     Parameter weight, bias;
@@ -93,8 +93,8 @@ static void output_coefficients(const Statistics *s, int64_t C, double *scale, d
         scale[c] *= 1 / std_of(s, c);
 }
 
-/* Write the variance from the sums, and the mean in place of the centre. Returns how many channels had a centre that
-was far from the mean. */
+/* Write the variance from the sums, and replace the centre by the mean. Returns in how many channels the centre was far
+from the mean. */
 static int64_t finish_moments(const double *sums, double *mean, double *var, double count, int64_t C)
 {
     int64_t far = 0;

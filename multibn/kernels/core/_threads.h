@@ -1,4 +1,4 @@
-/* Threads for a large activation: one for each share, which ends with the pass.
+/* Threads for a large activation: one for each share; they end with the pass.
 
 How a sum is cut into parts depends on the sizes alone, so its value does not depend on the number of threads. */
 
@@ -15,7 +15,7 @@ static int64_t parts_of(int64_t N, int64_t C, int64_t S)
     return C * S >= SPLIT_CHANNELS_FROM_ELEMENTS ? 1 : at_most(at_most(MOST_PARTS, at_least(N * C * S / SHARE, 1)), N);
 }
 
-/* A thread's share: every `step`th of the parts of a sum, from `first` on, or what is written by `num` coefficients. */
+/* A thread's share: of a sum, every `step`th part from `first` on; if `num` is not 0, an elementwise pass. */
 typedef struct {
     Pass p;
     int64_t first, step;
@@ -49,7 +49,7 @@ static void *do_share(void *of)
     return NULL;
 }
 
-/* Sums, or an output by `num` coefficients. Returns -1 without memory. */
+/* Run an elementwise pass with `num` coefficients, or sums if `num` is 0. Returns -1 if memory is exhausted. */
 static int in_threads(const Pass *p, int num)
 {
     const int64_t N = p->n1, C = p->C, worth = at_least(N * C * p->S / SHARE, 1);
