@@ -1,8 +1,8 @@
 """Layers under torch.compile: operators for reductions, compiled code for elementwise operations.
 
 The operators run the eager kernels. The compiler fuses `(x - centre) * scale + shift`, and the
-corresponding formula of the gradient, with the operations around the layer. Meta and fake tensors
-take the same path. In the call tree, C is the number of channels::
+formula of the gradient, with the operations around the layer, for meta and fake tensors, too. In
+the call tree, C is the number of channels::
 
     functional.normalize_with_batch_stats         traced by Dynamo
       multibn::forward         traced by AOTAutograd, which sees the operations inside
@@ -10,9 +10,9 @@ take the same path. In the call tree, C is the number of channels::
           _Traced.forward      multibn::forward_sums: 3C coefficients, 2C+2 statistics (float64)
           _Traced.backward     multibn::backward_sums: 4C coefficients, gradients of parameters
 
-An operator finds its layer and its plan by its argument `text`, which is part of the graph, and of
-graphs in torch's cache on disk. The compiler has guards for all values in the text. Conditions
-without guards are checked when an operator runs, see tests/torch_backend/test_compiled_guard.py.
+An operator finds its plan by its argument `text`, which is also part of graphs in torch's cache on
+disk. The compiler guards all its values. tests/torch_backend/test_compiled_guard.py lists the
+conditions that no graph can guard: they are checked when an operator runs.
 """
 
 import zlib
@@ -45,7 +45,7 @@ from multibn.kernels.spec import OPTIONS, PackedStatistics, options_of, unpack
 from multibn.torch_backend._torch_private import FakeTensor, call_context, captures_cuda_graphs
 from multibn.torch_backend.layer import autograd, validation
 
-# Communicators of layers by operator name. Weak, so that a communicator ends with its layer.
+# By `operator_name`. Weak, so that a communicator ends with its layer.
 _layers: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 _ids = count()
 
@@ -72,9 +72,10 @@ def is_compiling_or_fake(x: Any, /) -> bool:
 
 
 _LIBRARY = torch.library.Library("multibn", "DEF")
-# The options of `NormArgs` in an operator's schema.
 _SCHEMA_TYPES: Any = {float: "float", bool: "bool", tuple[int, ...]: "int[]"}
-_OPTIONS = ", ".join(f"{_SCHEMA_TYPES[NormArgs.__annotations__[name]]} {name}" for name in OPTIONS)
+_OPTION_SCHEMA = ", ".join(
+    f"{_SCHEMA_TYPES[NormArgs.__annotations__[name]]} {name}" for name in OPTIONS
+)
 
 
 def operator(
@@ -82,9 +83,8 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as an operator in the namespace `multibn`.
 
-    The compiler traces into an operator without `fake`, the function that returns outputs of the
-    right shapes and dtypes. With `fake`, an operator may communicate: the compiler neither removes
-    nor repeats the operator, and no CUDA graph contains it.
+    The compiler traces into an operator without `fake`, which returns outputs of the right shapes
+    and dtypes. An operator with `fake` is neither removed nor repeated, nor put in a CUDA graph.
     """
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,7 +265,7 @@ def _mask(*arguments: Any) -> Tensor:
 @operator(
     "forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor? residual, "
     "Tensor(a!)? running_mean, Tensor(b!)? running_var, float? momentum, str? convention, "
-    f"Tensor(c!)? num_batches, SymInt num_channels, str layer, str weighting, {_OPTIONS})"
+    f"Tensor(c!)? num_batches, SymInt num_channels, str layer, str weighting, {_OPTION_SCHEMA})"
     " -> Tensor[]"
 )
 def _forward(*arguments: Any) -> list[Tensor]:
@@ -274,14 +274,12 @@ def _forward(*arguments: Any) -> list[Tensor]:
     num_channels, layer, weighting, *options = arguments[10:]
     running = None if updated[0] is None else Running(*updated)
     options = [tuple(v) if isinstance(v, list) else v for v in options]
-    tensor_fields: Any = {"mask": mask, "residual": residual, "running": running}
-    args = NormArgs(x, weight, bias, *options, **tensor_fields)
+    args: Any = _new(NormArgs, (x, weight, bias, *options, mask, residual, running))
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     tensors = [v for v in (x, weight, bias, mask, *updated[:2]) if v is not None]
     kinds = [(str(v.dtype), str(v.device)) for v in tensors]
     sizes = [n for v in tensors for n in v.shape]
-    # On a GPU, a plan also depends on strides, which inductor may choose.
-    is_fixed = x.is_cpu and all(type(n) is int for n in sizes)
+    is_fixed = x.is_cpu and all(type(n) is int for n in sizes)  # inductor chooses strides on a GPU
     error = None
     try:
         validation.check_input(x, num_channels)

@@ -145,13 +145,13 @@ class _SaveStreams(torch.autograd.Function):
 def _check_leaves(branch: ResidualBranch, residual: Tensor, inputs: Sequence[Any]) -> None:
     """Raise if `residual` has leaves other than `inputs`: their gradients would be lost."""
     allowed = {id(t) for t in inputs}
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     nodes: list[Any] = [residual.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in allowed:
             raise RuntimeError(
                 f"{branch} reads a tensor of shape {tuple(node.variable.shape)} that needs a "
