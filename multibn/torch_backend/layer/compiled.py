@@ -73,9 +73,7 @@ def is_compiling_or_fake(x: Any, /) -> bool:
 
 _LIBRARY = torch.library.Library("multibn", "DEF")
 _SCHEMA_TYPES: Any = {float: "float", bool: "bool", tuple[int, ...]: "int[]"}
-_OPTION_SCHEMA = ", ".join(
-    f"{_SCHEMA_TYPES[NormArgs.__annotations__[name]]} {name}" for name in OPTIONS
-)
+_OPTIONS = ", ".join(f"{_SCHEMA_TYPES[NormArgs.__annotations__[name]]} {name}" for name in OPTIONS)
 
 
 def operator(
@@ -265,7 +263,7 @@ def _mask(*arguments: Any) -> Tensor:
 @operator(
     "forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, Tensor? residual, "
     "Tensor(a!)? running_mean, Tensor(b!)? running_var, float? momentum, str? convention, "
-    f"Tensor(c!)? num_batches, SymInt num_channels, str layer, str weighting, {_OPTION_SCHEMA})"
+    f"Tensor(c!)? num_batches, SymInt num_channels, str layer, str weighting, {_OPTIONS})"
     " -> Tensor[]"
 )
 def _forward(*arguments: Any) -> list[Tensor]:

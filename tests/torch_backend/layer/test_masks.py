@@ -226,7 +226,8 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
 
 def test_the_error_for_a_list_names_the_library_of_a_subclass() -> None:
     """torchvision's images, for example, are tensors, but torchvision has no `asarray`."""
-    x = torch.ones(4, 3, L).as_subclass(type("Image", (torch.Tensor,), {"__module__": "vision"}))
+    image: Any = type("Image", (torch.Tensor,), {"__module__": "vision"})
+    x = torch.ones(4, 3, L).as_subclass(image)
     with pytest.raises(TypeError, match=r"Convert it: torch\.asarray\(mask\)\."):
         layer_of()(x, mask=[True] * L)
 
