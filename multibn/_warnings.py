@@ -2,16 +2,22 @@
 
 import sys
 import warnings
+from types import FrameType
 
-# Packages whose frames stand between a warning and the user's call.
-_SKIPPED = {"multibn", "torch", "chainer", "importlib"}
+# Packages whose frames stand between a warning and the user's call; graphs' code has no name.
+_SKIPPED = {"", "multibn", "torch", "chainer", "importlib"}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line outside multibn and the framework that runs the layer."""
     frame = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED and frame.f_back:
+    while _module(frame).partition(".")[0] in _SKIPPED and frame.f_back:
         frame = frame.f_back
-    where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    # warn_explicit ignores a warning of a module that is None.
+    where = frame.f_code.co_filename, frame.f_lineno, _module(frame) or "multibn"
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, category, *where, registry)
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""

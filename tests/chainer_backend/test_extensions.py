@@ -47,7 +47,9 @@ def test_links_without_data_stay() -> None:
 
 def test_a_last_batch_of_one_sample_is_an_error_of_multi_node_links() -> None:
     data = [np.ones((3, C)), np.ones((1, C))]
-    with pytest.raises(OneValueError, match=r"need more than 1 value .* leave out the last one"):
+    with pytest.raises(
+        OneValueError, match=r"need more than 1 value .* leave out the last batch .drop_last=True"
+    ):
         finetune(data, shared())
 
 
