@@ -233,7 +233,8 @@ def test_bits_of_the_operators_of_compiled_code(
     compiled.register(communicator)
     monkeypatch.setattr(compiled, "select", lambda x: cuda)
     name = communicator.operator_name  # type: ignore[attr-defined]
-    text = repr((name, 8, "element", None, (0, 2, 3), True, True, False, None, [], ()))
+    axis = 0, 2, 3
+    text = repr((name, 8, "element", None, axis, (1e-5, axis, True), True, False, None, [], ()))
 
     def work() -> list[Any]:
         communicator.plans.clear()
@@ -241,7 +242,7 @@ def test_bits_of_the_operators_of_compiled_code(
         for _ in range(3):
             x, dy = (torch.randn(*IMAGES).to(DEVICE) for _ in range(2))
             weight, bias = (torch.randn(8).to(DEVICE) if affine else None for _ in range(2))
-            args = x, weight, bias, 1e-5, None
+            args = x, weight, bias, None
             sums = compiled._forward_sums(*args, *[None] * 4, text, None)
             gradients = compiled._backward_sums(dy, *args, None, sums[1], True, text, None)
             found += [*sums, *gradients]
