@@ -73,7 +73,7 @@ _RULES = {
     "num_sync_devices": Wrong(_NOT_INTS),
     "rmax": Wrong((0.5, *_NOT_NUMBERS, inf)),
     "dmax": Wrong((-0.5, *_NOT_NUMBERS, inf)),
-    "schedule": Wrong(((0, 1), (-1, 0, 0), (0.5, 1, 1), (2, 1, 3), (2, 3, 1), 3)),
+    "schedule": Wrong(((0, 1), (-1, 0, 0), (0.5, 1, 1), 3)),
     "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
     "running_mean": Wrong((3, "no", torch.ones(4, 1))),
     "instance_norms": Wrong((("absent",), (3,))),

@@ -8,14 +8,13 @@ from torch import Tensor, fx
 
 from multibn._typing import check_ints, check_number
 from multibn.kernels import reference
-from multibn.torch_backend.layer import functional, modules, validation
-from multibn.torch_backend.layer.base import LayerOptions
+from multibn.torch_backend.layer import base, functional, modules, validation
 from multibn.torch_backend.norms.group_norm import scale_and_shift
 from multibn.torch_backend.norms.read_once import read_once
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenormOptions(LayerOptions):
+class RenormOptions(base.LayerOptions):
     rmax: float = 3.0
     dmax: float = 5.0
     schedule: tuple[int, ...] = (5000, 40000, 25000)
@@ -27,11 +26,6 @@ class RenormOptions(LayerOptions):
         if not isinstance(self.schedule, tuple) or len(self.schedule) != 3:
             raise TypeError(f"`schedule` must be a tuple of three ints: got {self.schedule!r}.")
         check_ints("schedule", self.schedule, 0)
-        if self.schedule[0] > min(self.schedule):
-            raise ValueError(
-                "`schedule` must begin with its smallest number, from which rmax and dmax rise: "
-                f"got {self.schedule}."
-            )
 
 
 class SyncBatchRenormBase(modules.SyncBatchNorm):
@@ -70,7 +64,7 @@ class SyncBatchRenormBase(modules.SyncBatchNorm):
         args = self._as_input(x, None, where)._replace(weight=None, bias=None)
         y, batch = functional.normalize_with_batch_stats(args, *sharing, weighting=self.weighting)
         start, *ends = self.schedule
-        rise = [((n.double() - start + 1) / (end - start + 1)).clamp(0, 1) for end in ends]
+        rise = [((n.double() - start + 1) / (max(end - start, 0) + 1)).clamp(0, 1) for end in ends]
         rmax, dmax = 1 + (clips[0] - 1) * rise[0], clips[1] * rise[1]
         std = (var.double() + self.eps).sqrt()
         r = torch.clamp((batch.var + self.eps).sqrt() / std, 1 / rmax, rmax).to(x.dtype)
@@ -83,20 +77,16 @@ class SyncBatchRenormBase(modules.SyncBatchNorm):
 class SyncBatchRenorm1d(SyncBatchRenormBase, modules.SyncBatchNorm1d):
     """Batch renormalization of `(N, C)` or `(N, C, L)` over the batches of all ranks.
 
-    In training, `y = ((x - mean) / std * r + d) * weight + bias`. Here r is `std / running_std`,
-    clipped to [1/rmax, rmax], and d is `(mean - running_mean) / running_std`, clipped to [-dmax,
-    dmax]. No gradient flows through r and d. All else is as in `SyncBatchNorm`; state dicts are
-    those of batch norms.
+    In training, `y = ((x - mean) / std * r + d) * weight + bias`. Without gradients, r is `std /
+    running_std`, clipped to [1/rmax, rmax], and d is `(mean - running_mean) / running_std`, clipped
+    to [-dmax, dmax]. All else is as in `SyncBatchNorm`; state dicts are those of batch norms.
 
     Parameters
     ----------
-    num_features, *args, **bn_args
-        As for `SyncBatchNorm`, except `fuse_relu`.
-    rmax, dmax
-        The final limits of r and d; the buffer `clips` holds them.
-    schedule
-        Three numbers of batches. Before the first, r is 1 and d is 0. From there, the limit of r
-        rises linearly to rmax at the second, the limit of d to dmax at the third.
+    num_features, *args, rmax, dmax, schedule, **bn_args
+        As for `SyncBatchNorm`, except `fuse_relu`; the final limits of r and d, in the buffer
+        `clips`; batch counts: r is 1 and d is 0 until the first, then the limits rise linearly, to
+        rmax at the second and dmax at the third.
 
     Examples
     --------

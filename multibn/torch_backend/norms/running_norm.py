@@ -21,14 +21,9 @@ class RunningNorm(nn.Module):
 
     Parameters
     ----------
-    shape
-        Shape of one observation, an int or a tuple.
-    eps
-        Added to the variance.
-    clip
-        The largest absolute value of an output, or None.
-    process_group
-        The ranks, anything that `multibn.as_communicator` takes.
+    shape, eps, clip, process_group
+        Shape of one observation, an int or a tuple; added to the variance; the largest absolute
+        value of an output, or None; the ranks, anything that `multibn.as_communicator` takes.
 
     Examples
     --------
@@ -60,10 +55,7 @@ class RunningNorm(nn.Module):
         self.freeze(False)
 
     def freeze(self, frozen: bool = True) -> None:
-        """Drop observations since `synchronize`, and ignore new ones; `freeze(False)` resumes.
-
-        Not collective: call this method on every rank.
-        """
+        """Drop observations since `synchronize` and ignore new ones on this rank, or end this."""
         self.frozen, self._new = frozen, (0.0, 0.0, 0.0)  # mean, variance and count
 
     @not_compiled

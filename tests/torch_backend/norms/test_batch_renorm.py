@@ -54,7 +54,11 @@ def test_options_are_shown_and_checked() -> None:
     assert "rmax=2.0, schedule=(0, 0, 0)" in repr(
         SyncBatchRenorm1d(2, rmax=2.0, schedule=(0, 0, 0))
     )
-    with pytest.raises(
-        ValueError, match=r"begin with its smallest number, .* rise: got \(2, 1, 3\)"
-    ):
-        SyncBatchRenorm1d(2, schedule=(2, 1, 3))
+
+
+def test_limits_that_would_end_before_they_begin_rise_at_once() -> None:
+    layers = [SyncBatchRenorm1d(2, schedule=schedule) for schedule in ((2, 1, 0), (2, 2, 2))]
+    for batch in range(4):
+        x = 3 * torch.randn(8, 2) + batch
+        early, at_once = (layer(x) for layer in layers)
+        torch.testing.assert_close(early, at_once, rtol=0, atol=0)
