@@ -184,6 +184,9 @@ class LayerPhase(Forwarding):
         self._num_numbers, self._payload_slice = n, slice(wire.HEAD, wire.HEAD + n)
         before = layer.phases.get(key)
         self._calls: list[int] = before._calls if before and before.is_over(group) else [0]
+        self._before = before  # whose latest messages on a GPU may still be unchecked
+        if before is not None:
+            before._before = None
         self._latest = proxy(self)  # str() names the latest call; a proxy keeps no layer alive
         self._group = group
         self._channel: Any = getattr(group, "channel", None)

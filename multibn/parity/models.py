@@ -40,8 +40,8 @@ class _Model:
             if hasattr(layer, momentum):
                 value = getattr(layer, momentum)
                 options["momentum (1 - decay)"] = round(1 - value, 12) if self.has_decay else value
-                options["affine (gamma)"] = getattr(layer, scale) is not None
-                options["bias (beta)"] = getattr(layer, shift) is not None
+                options["affine (gamma)"] = getattr(layer, scale, None) is not None
+                options["bias (beta)"] = getattr(layer, shift, None) is not None
                 options["running_var (avg_var)"] = getattr(layer, convention, self.convention)
             yield name, options
 

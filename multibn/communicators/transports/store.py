@@ -58,7 +58,7 @@ class StoreStatusBoard:
         self._ask(lambda: self._clear(size), must=True)
 
     def finish(self) -> None:
-        _store_thread().wait()
+        _store_thread().finish()
 
     def _ask(self, task: Callable[[], object], *, must: bool = False) -> None:
         def unless_ended() -> None:
@@ -107,19 +107,23 @@ class _StoreThread:
         self._tasks: Any = queue.SimpleQueue()  # of (function, its Future)
         self._latest: Future[None] = Future()
         self._latest.set_result(None)
+        self._lock = threading.RLock()  # reentrant: garbage collection may clear another board
         threading.Thread(target=self._run, daemon=True, name="multibn-store").start()
 
     def ask(self, task: Callable[[], object], *, must: bool = False) -> None:
         """Run `task` in the thread, and wait briefly. Skip it if one is pending, unless `must`."""
-        is_busy = not self._latest.done()
-        if must or not is_busy:
-            self._latest = Future()
-            self._tasks.put((task, self._latest))
-            self.wait(_WRITE_SECONDS if must and not is_busy else _READ_SECONDS)
+        with self._lock:
+            is_busy = not self._latest.done()
+            if is_busy and not must:
+                return
+            answered: Future[None] = Future()
+            self._tasks.put((task, answered))
+            self._latest = answered
+        wait([answered], _WRITE_SECONDS if must and not is_busy else _READ_SECONDS)
 
-    def wait(self, seconds: float = _EXIT_SECONDS) -> None:
-        """Wait for the answer to the latest task."""
-        wait([self._latest], seconds)
+    def finish(self) -> None:
+        """Wait for the answers to all tasks."""
+        wait([self._latest], _EXIT_SECONDS)
 
     def _run(self) -> None:
         while True:

@@ -175,9 +175,8 @@ def _coefficient_kernels(x: Tensor) -> Any:
 def _coefficients_like(x: Tensor, text: str, count: int) -> Tensor:
     # The operator itself will reject integers and wrong numbers of channels.
     dtype = reference.arithmetic_dtype(torch, x.dtype) if x.is_floating_point() else torch.float64
-    step = _step(text)
-    shape = (*x.shape[:1], step.num_channels, *x.shape[2:])
-    return x.new_empty((count, *channels(shape, step.axis)), dtype=dtype)
+    shape = (*x.shape[:1], _step(text).num_channels, *x.shape[2:])
+    return x.new_empty((count, *channels(shape, _step(text).axis)), dtype=dtype)
 
 
 def _forward_sums_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -284,6 +283,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
         validation.check_options(args)
     except (TypeError, ValueError) as caught:  # raised on all ranks when the operator runs
         error = isinstance(caught, ValueError), str(caught)
+        args = args._replace(eps=1.0)  # literal_eval reads no inf
     text = repr((
         layer, int(num_channels), weighting, updated[3], args.axis, options_of(args), needs_grad,
         captures_cuda_graphs(), error, kinds, sizes if is_fixed else (),

@@ -258,7 +258,9 @@ def normalize_with_running_stats(args: NormArgs, mean: Any, var: Any, /) -> Tens
     by_batch = mean is None or var is None
     if by_batch or (mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}):
         is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        if is_eager and torch.is_grad_enabled() and not by_batch:
+        if by_batch:
+            mean = var = None  # torch would update the other one
+        elif is_eager and torch.is_grad_enabled():
             mean, var = mean.clone(), var.clone()  # may be updated before the backward pass
         y: Tensor = F.batch_norm(x, mean, var, weight, bias, by_batch, eps=args.eps)
         y = align_gradient(y)

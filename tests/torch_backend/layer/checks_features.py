@@ -234,6 +234,10 @@ def check_an_error_in_traced_code_reaches_all_ranks(world: Communicator) -> None
             run(x if world.rank else wrong)
     with pytest.raises(FloatingPointError, match="are not finite"):
         run(x if world.rank else x / 0)
+    layer = SyncBatchNorm(4, eps=0.5, process_group=world)
+    layer.eps = 0.5 if world.rank else float("inf")
+    with refusal(world, 0, ValueError, r"`eps` must be in \[1\.18e-38, inf\): got inf"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
 
 
 @only(sizes=(2,))
