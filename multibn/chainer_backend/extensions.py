@@ -1,7 +1,7 @@
 """Moving averages from whole passes over data: fine-tuning of batch normalization links.
 
-Chainer's fine-tuning averages the variances of batches. That ignores the variance between batches,
-and weights small batches like large ones. This extension computes exact population statistics.
+Chainer's fine-tuning averages the variances of batches, ignores the variance between batches, and
+gives small batches the weight of large ones. This extension computes exact population statistics.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """The handshake in a layer's first message: are all ranks in the same layer of the same model?
 
-It compares the layers' names, numbers of channels and options, and the versions of multibn.
+The handshake compares the layers' names, channels and options, and the versions of multibn.
 """
 
 from typing import Any, NoReturn

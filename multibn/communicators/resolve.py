@@ -203,7 +203,7 @@ class Group(Forwarding):
     The first use, which may be reading `rank` or `size`, is collective over `parent`: all ranks of
     `parent` must make it, with the same `spec`. Nothing is communicated before, so layers can be
     built before the process group exists. Groups of the same `parent` and `spec` share one
-    communicator. They are looked up again after `init_process_group` has run again.
+    communicator. Groups are looked up again after `init_process_group` has run again.
 
     Parameters
     ----------

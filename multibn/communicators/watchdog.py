@@ -72,7 +72,7 @@ class Watchdog:
         # Number of collectives that this rank has completed. A collective needs every rank, so the
         # other ranks are at most one ahead or behind.
         self.completed = 0
-        # The message of the first error. It makes every later collective raise.
+        # The message of the first error, after which every collective raises.
         self.failure: str | None = None
         self._peers: list[tuple[str, str, int]] = []  # machine, pid_space and pid of each rank
         self.token = ""  # identifies this group in this run; equal on all ranks

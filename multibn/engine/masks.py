@@ -63,8 +63,8 @@ def as_mask(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
 
 #: The weight of a rank, from its elements per channel and its number of samples: numbers, or
 #: float64 arrays of shape `()` if a mask is on a GPU. A weighting is an entry here and a word of
-#: `_typing.Weighting`. It must read nothing else, because a plan keeps the result. `rank_weight`
-#: returns 0 for a rank without elements.
+#: `_typing.Weighting`. An entry must read nothing else, because a plan keeps the result.
+#: `rank_weight` returns 0 for a rank without elements.
 WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
     "element": lambda count, samples: count,
     "sample": lambda count, samples: samples,

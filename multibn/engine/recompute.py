@@ -56,7 +56,7 @@ class recording(StatisticsTape):  # noqa: N801 (read as a verb: `with recording(
 class replaying(StatisticsTape):  # noqa: N801
     """Context manager for a recomputed pass, which reuses the statistics on `tape`.
 
-    It can be entered more than once; each time, the tape starts from its beginning.
+    The context can be entered more than once; each time, the tape starts from its beginning.
 
     Raises
     ------

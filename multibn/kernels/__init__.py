@@ -5,7 +5,7 @@ allreduce, `finish_forward` and `finish_backward` after it, and `normalize`, wit
 `spec` defines the verbs' arguments. `reference`, with `steps`, defines what each verb computes, and
 works for every library of the array API standard. `cpu` (NumPy arrays and torch tensors in host
 memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute the same
-faster, if their compiler is installed. They fall back to `reference` for arrays and options that
+faster, if their compiler is installed, and fall back to `reference` for arrays and options that
 they do not support. The fourth value that `begin_backward` returns, if any, is the last argument of
 the same file's `finish_backward`. Nothing here communicates.
 """

@@ -1,7 +1,7 @@
 """The verbs for NumPy arrays and torch tensors in host memory: each is one call of the C core.
 
 Python allocates the results. The core reads the fields of the arguments by name, and gets the
-addresses of all arrays. It takes dense activations of any number of dimensions, 16-bit dtypes
+addresses of all arrays. The core takes dense activations of any number of dimensions, 16-bit dtypes
 included, whose memory has the order (N, C, S) of `layout`; contiguous and channels-last arrays have
 this order. If the core does not support an array, its function does nothing and returns None. Then
 `_with_copies` tries again with copies, and `reference` computes if that fails, too. The core

@@ -1,7 +1,7 @@
 """Shared memory for the messages of a group whose ranks are all on one machine.
 
-Rank 0 creates the memory and offers it in a store; the other ranks try to open it. They share a
-machine if all succeed. Host names would not show that: they repeat, and containers can be isolated.
+Rank 0 creates the memory and offers it in a store; the other ranks try to open it. The ranks are on
+one machine if all succeed. Host names do not show this: they repeat, and containers are isolated.
 The memory is a memfd: it has no name in a file system, and goes with the last process that uses it.
 
 Each rank writes its numbers into its own slot, and adds all slots in rank order, so that the sum
