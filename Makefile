@@ -124,7 +124,8 @@ clusters: $(VENV)/ray/installed $(VENV)/mpich/installed $(VENV)/ipyparallel/inst
 	mkdir -p out
 	command -v slurmctld > /dev/null || (apt-get update && \
 		apt-get install --yes --no-install-recommends slurm-wlm munge libpmix2) > out/slurm.log 2>&1 || true
-	$(BIN)/python -m pytest -rs --require ray,mpich,ipyparallel tests/clusters
+	slurm=$$(command -v slurmctld > /dev/null && echo ,slurm); \
+		$(BIN)/python -m pytest -rs --require ray,mpich,ipyparallel$$slurm tests/clusters
 
 $(VENV)/versions: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group versions
