@@ -340,7 +340,6 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_file(
 def test_within_a_framework_only_format_and_names_change(
     one: str, other: str, tmp_path: Path
 ) -> None:
-    """Nothing changes but the format, and names."""
     source, target = make(tmp_path / f"a{one}"), tmp_path / f"b{other}"
     assert convert(source, target).notes == ()
     expected = arrays() if one == ".npz" else tensors()
