@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 from multibn import torch_backend as tb
 from multibn.communicators import Communicator
@@ -22,6 +21,7 @@ from tests.fuzz.calls import Array
 from tests.fuzz.machines import Batches, Calls, Expected, flat, shape
 from tests.fuzz.operations import Operations
 from tests.fuzz.oracle import F64, Buffers, Norm
+from tests.torch_backend.steps import checkpointed
 
 BUILT = {
     "SyncBatchNorm": (tb.SyncBatchNorm, (3, 4, 5)),
@@ -231,11 +231,7 @@ class TorchTraining(Operations):
         x.requires_grad_(needs_x)
         call = self.chain if run is None else run
         if way == "checkpoint":
-            contexts: dict[str, Any] = {
-                "use_reentrant": False,
-                "context_fn": tb.checkpoint_contexts,
-            }
-            call = partial(checkpoint, self.chain, **contexts)
+            call = partial(checkpointed, self.chain)
         found: dict[str, Any] = {}
 
         def go() -> None:

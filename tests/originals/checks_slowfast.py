@@ -33,7 +33,6 @@ def _train(world: Communicator, bn: dict[str, Any], **options: Any) -> Any:
 
 
 def check_sub_batch_norm_has_the_statistics_of_one_rank(world: Communicator) -> None:
-    """The statistics are those of one rank, in the original, too."""
     model = _train(world, {"NORM_TYPE": "sub_batchnorm", "NUM_SPLITS": 2})
     assert model.stem_bn.layer_communicator.size == 1
 

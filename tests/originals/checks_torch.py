@@ -59,7 +59,6 @@ def _assert_equal(got: nn.Module, expected: nn.Module) -> None:
 
 
 def check_training_goes_on_after_evaluation_between_steps(world: Communicator) -> None:
-    """Train, evaluate, train: statistics are shared in training only, and both go on."""
     whole = _model()
     model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(_model()))
     optimizers = [_optimizer(whole), _optimizer(model)]

@@ -33,7 +33,7 @@ from multibn.torch_backend import (
 from multibn.torch_backend.layer.base import SyncNormBase
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 from tests.torch_backend.convert.test_class_swap import Activated, Copied
-from tests.torch_backend.steps import step
+from tests.torch_backend.steps import checkpointed, step
 
 NEEDS = "torch"
 
@@ -64,10 +64,6 @@ class OfSamples(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.norm(x.permute(2, 1, 0)).permute(2, 1, 0)
-
-
-# In evaluation, too, where nothing is to be recorded.
-checkpointed = partial(checkpoint, use_reentrant=False, context_fn=checkpoint_contexts)
 
 
 def _split(layer: nn.Module, **options: Any) -> Any:
@@ -340,7 +336,6 @@ def test_one_compiled_graph_gives_eager_numbers(name: str, options: dict[str, An
 def test_elements_that_do_not_count_take_no_part(
     name: str, with_residual: bool, last: bool
 ) -> None:
-    """The layer with a mask is the layer on the elements that count, whatever the others hold."""
     layer, plain = make(name), make(name)
     mask = torch.arange(L) < torch.tensor([5, 2, 0, 4])[:, None]
     x = torch.where(mask[:, None], batch() + 3, torch.nan)
@@ -370,7 +365,6 @@ def test_elements_that_do_not_count_take_no_part(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_layer
 def test_16_bits_have_the_numbers_of_wide_arithmetic(name: str, dtype: torch.dtype) -> None:
-    """The output has the input's dtype, and the numbers are those of wide arithmetic."""
     for kind in ("input", "autocast", "model"):
         narrow = dtype if kind == "model" else torch.float32
         layer = make(name, dtype=narrow)

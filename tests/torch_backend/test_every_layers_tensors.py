@@ -25,6 +25,7 @@ from multibn.torch_backend.reversible import ReversibleSequence
 from tests.helpers import require
 from tests.helpers.ranks import refusal, run_ranks
 from tests.torch_backend.layer.test_modules import NESTED, nested
+from tests.torch_backend.steps import checkpointed
 from tests.torch_backend.test_every_layer import (
     LAYERS,
     LOCAL,
@@ -32,7 +33,6 @@ from tests.torch_backend.test_every_layer import (
     C,
     L,
     batch,
-    checkpointed,
     every_layer,
     every_sharing_layer,
     make,

@@ -141,7 +141,6 @@ def test_a_layer_built_as_one_reverts_and_converts_to_the_same_class() -> None:
 def test_other_options_for_layers_that_share_already_are_named(
     options: dict[str, Any], named: str
 ) -> None:
-    """They once had no effect, and nobody was told. Layers that are new have the options."""
     group = SingleProcess()
     first: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), group)
     both: Any = nn.Sequential(first[0], nn.BatchNorm2d(3))

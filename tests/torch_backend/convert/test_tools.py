@@ -52,10 +52,10 @@ X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = SyncBatchNorm(3, fuse_relu=True)
+        self.norm, self.lengths = SyncBatchNorm(3, fuse_relu=True), torch.tensor([4, 2])
 
     def forward(self, x: Any) -> Any:
-        return self.norm(x, residual=2 * x)
+        return self.norm(x, residual=2 * x, lengths=self.lengths)
 
 
 def splits() -> nn.Module:
@@ -250,7 +250,6 @@ def without_data_and_filled(net: Any) -> Any:
 def test_tools_change_a_converted_model_like_a_plain_one(
     change: Callable[[Any], Any], training: bool
 ) -> None:
-    """A converted model that is changed afterwards is the plain model with the same change."""
     results = []
     for net in (plain().double(), convert_sync_batchnorm(plain().double())):
         torch.manual_seed(0)

@@ -245,7 +245,6 @@ def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
 
 
 def check_a_pass_takes_all_data_whatever_training_has_seen(world: Communicator) -> None:
-    """A sampler that begins anew gives a pass all data, whatever the training has seen."""
     runner, after = _train(
         {"interval": 2},
         loader={"batch_size": 2},

@@ -81,7 +81,6 @@ def check_a_rank_with_frozen_splits_is_wrong_alone(world: Communicator) -> None:
 
 @only("torchrun")
 def check_ddp_trains_the_layer(world: Communicator) -> None:
-    """DistributedDataParallel gives the model of one process on the whole batch."""
     from torch.nn.parallel import DistributedDataParallel
 
     def model(**options: Any) -> nn.Sequential:

@@ -22,12 +22,12 @@ from multibn.parity import oracle
 from multibn.torch_backend import (
     SubBatchNorm1d,
     SyncBatchNorm,
-    checkpoint_contexts,
     sync_batch_norm,
 )
 from multibn.torch_backend.layer import compiled as compiled_code
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.spread import spread
+from tests.torch_backend.steps import checkpointed
 
 NEEDS = "torch"
 
@@ -192,8 +192,7 @@ def test_a_compiled_block_in_a_checkpoint_updates_once(momentum: float | None) -
             net.compile(backend="eager")
         x = torch.randn(6, 4, requires_grad=True)
         for _ in range(2):
-            y: Any = checkpoint(net, x, use_reentrant=False, context_fn=checkpoint_contexts)
-            y.square().sum().backward()
+            checkpointed(net, x).square().sum().backward()
         found.append([*net.buffers(), x.grad])
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 

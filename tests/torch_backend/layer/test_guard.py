@@ -19,7 +19,6 @@ from multibn.torch import (
     SyncBatchNorm,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
-    step_statistics,
 )
 from multibn.torch_backend.layer.autograd import plan_key
 from tests.helpers.spread import OTHERS
@@ -170,17 +169,6 @@ def test_grad_mode_is_seen() -> None:
     assert len(layer.layer_communicator.plans) == 2
 
 
-def test_a_step_of_several_passes_is_seen() -> None:
-    layer, other = _layer(), nn.BatchNorm2d(3, momentum=0.1)
-    xs = [_input() for _ in range(2)]
-    layer(xs[0]), other(xs[0])
-    with step_statistics(layer):
-        for x in xs:
-            layer(x)
-    other(torch.cat(xs))
-    torch.testing.assert_close(layer.state_dict(), other.state_dict(), check_dtype=False)
-
-
 NUMBERS = "`running_mean` and `running_var` must have 3 numbers each, one for each ch"
 
 
@@ -205,35 +193,6 @@ def test_what_became_wrong_after_a_step_is_refused(wrong: dict[str, Any], messag
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             layer(_input())
-
-
-def _jvp(layer: SyncBatchNorm, x: Tensor) -> Tensor:
-    return torch.func.jvp(layer, (x.detach(),), (torch.ones_like(x),))[1]
-
-
-def _forward_mode(layer: SyncBatchNorm, x: Tensor) -> Tensor:
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
-        return torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
-
-
-# torch's forward mode loads rules that are written in torch.jit.script.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("transform", [_jvp, _forward_mode])
-def test_transforms_take_no_plan(transform: Callable[..., Tensor]) -> None:
-    layer, x = SyncBatchNorm(3, track_running_stats=False), _input().double()
-    layer.double()(x)
-    tangent = transform(layer, x)
-    # The output does not change where all elements move alike.
-    torch.testing.assert_close(tangent, torch.zeros_like(x), rtol=0, atol=1e-9)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # with torch 2.13
-def test_a_trace_takes_no_plan() -> None:
-    layer = _layer()
-    layer(_input())
-    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
-        torch.jit.trace(layer, _input(), check_trace=False)
 
 
 def test_ever_new_inputs_keep_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multibn import SingleProcess
@@ -18,10 +18,8 @@ from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
     SyncBatchNorm,
     convert_sub_batchnorm,
-    join,
     revert_sync_batchnorm,
     sync_batch_norm,
-    update_bn_stats,
 )
 from tests.helpers.ranks import ThreadCommunicator, errors_of_rank_0, run_ranks
 from tests.torch_backend.steps import step
@@ -69,7 +67,6 @@ def test_compiled_lengths_give_eager_numbers_and_errors() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_tensors_without_numbers_tell_shapes(training: bool) -> None:
-    """Fake ones and those on meta tell shapes; the numbers of lengths are not checked."""
     for context, device in ((FakeTensorMode(), "cpu"), (nullcontext(), "meta")):
         with context, torch.device(device):
             layer = SyncBatchNorm(C).train(training)
@@ -104,20 +101,6 @@ def test_the_mask_follows_the_memory_order_of_the_input() -> None:
     assert made.is_contiguous()
 
 
-def test_torch_func_gives_the_gradients_of_autograd() -> None:
-    x, _, mask = batch(0)
-    layer = layer_of(track_running_stats=False)
-
-    def loss(x: Tensor) -> Tensor:
-        return layer(x, mask=mask).pow(3).sum()
-
-    grad = torch.func.grad(loss)(x)
-    v = x.clone().requires_grad_()
-    loss(v).backward()
-    assert v.grad is not None
-    assert relative_error(grad.detach(), v.grad) < 1e-11
-
-
 def test_the_function_takes_masks_and_lengths() -> None:
     x, lengths, mask = batch(0)
     y, statistics = sync_batch_norm(x, process_group=LOCAL, mask=mask)
@@ -130,62 +113,6 @@ def test_the_function_takes_masks_and_lengths() -> None:
     for options in (wrong, wrong | {"mask": mask}):
         with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'r"):
             sync_batch_norm(x, **options)
-
-
-class Masked(nn.Module):
-    """A model that passes lengths on."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Any:
-        return self.norm(x, lengths=lengths)
-
-
-def test_a_graph_of_torch_fx_passes_the_lengths_on() -> None:
-    for layer in (layer_of(), revert_sync_batchnorm(layer_of())):
-        model = Masked(layer)
-        graph = torch.fx.symbolic_trace(model)
-        assert "lengths = lengths" in graph.code
-        x, lengths, _ = batch(0)
-        assert torch.equal(graph(x, lengths), model(x, lengths))
-
-
-def test_update_bn_stats_measures_a_model_by_its_masks() -> None:
-    """A model that passes masks is measured by them, over uneven ranks, too."""
-    data = [batch(0), batch(1)]
-    whole = torch.cat([chosen(x, mask) for x, _, mask in data])
-
-    def measure(communicator: ThreadCommunicator) -> Any:
-        norm = SyncBatchNorm(C, process_group=communicator)
-        model = Masked(norm).double()
-        batches = [data[0], data[1]] if communicator.rank else [data[0]]
-        update_bn_stats(
-            model, batches, forward_fn=lambda m, b: m(*b[:2]), process_group=communicator,
-            progress=False,
-        )  # fmt: skip
-        return norm.running_var
-
-    elements = torch.cat([whole, chosen(data[0][0], data[0][2])])
-    for var in run_ranks(2, measure):
-        assert relative_error(var, elements.var(0)) < 1e-11
-
-
-def test_join_gives_empty_lengths_with_an_empty_batch() -> None:
-    """A rank without data left gets an empty batch, with empty lengths."""
-
-    def train(communicator: ThreadCommunicator) -> Any:
-        model = Masked(SyncBatchNorm(C, process_group=communicator, momentum=1.0)).double()
-        x, lengths, _ = batch(communicator.rank)
-        with join(model, communicator) as joined:
-            for each in joined([(x, lengths)] * (1 + communicator.rank)):
-                model(*each).sum().backward()
-        return model.norm.running_mean
-
-    x, _, mask = batch(1)
-    for mean in run_ranks(2, train):  # the second step has the data of rank 1 only
-        assert relative_error(mean, chosen(x, mask).mean(0)) < 1e-11
 
 
 X = torch.zeros(4, C, L, dtype=torch.float64)
@@ -236,7 +163,6 @@ def test_the_error_for_a_list_names_the_library_of_a_subclass() -> None:
 def test_wrong_masks_are_errors_on_every_rank(
     name: str, options: dict[str, Any], error: Any, message: str
 ) -> None:
-    """The rank names the argument; the others learn that it has refused."""
     right = {"mask": torch.ones(4, L).bool()}
     errors_of_rank_0(
         lambda wrong, group: layer_of(group)(X, **(options if wrong else right)), error, message
@@ -316,13 +242,3 @@ def test_evaluation_checks_masks_too() -> None:
         layer_of().eval()(X, mask=torch.ones(4, L))
     with pytest.raises(ValueError, match=r"`lengths` needs an input of shape \(N, C, L\)"):
         layer_of().eval()(X[:, :, 0], lengths=torch.ones(4).long())
-
-
-def test_one_element_over_all_ranks_is_an_error() -> None:
-    def train(communicator: ThreadCommunicator) -> None:
-        mask = torch.zeros(4, L).bool()
-        mask[0, 0] = communicator.rank == 0
-        with pytest.raises(ValueError, match="need more than 1 value per channel over all ranks"):
-            layer_of(communicator)(X, mask=mask)
-
-    run_ranks(2, train)

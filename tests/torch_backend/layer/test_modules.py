@@ -26,13 +26,6 @@ from tests.torch_backend.steps import step
 NEEDS = "torch"
 
 make: Any = SyncBatchNorm  # of Any: what parameters and buffers are is not checked against None
-SHAPES: dict[int, tuple[Any, list[tuple[int, ...]]]] = {
-    1: (nn.BatchNorm1d, [(6, 4), (6, 4, 5)]),
-    2: (nn.BatchNorm2d, [(6, 4, 5, 3)]),
-    3: (nn.BatchNorm3d, [(6, 4, 2, 5, 3)]),
-}
-
-
 NESTED = "the input must be a dense tensor: got a nested tensor of layout torch.strided"
 
 
@@ -41,25 +34,6 @@ def nested() -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
         return torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(3, 2)])
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"track_running_stats": False}])
-@pytest.mark.parametrize("dimensions", SHAPES)
-def test_alone_it_is_torchs_batch_norm(dimensions: int, options: dict[str, Any]) -> None:
-    """Outputs, gradients and the state, which either layer loads, are equal."""
-    reference_class, shapes = SHAPES[dimensions]
-    for shape in shapes:
-        theirs: Any = reference_class(4, dtype=torch.float64, **options)
-        ours = make(4, dtype=torch.float64, **options)
-        for training in (True, True, False):
-            x, dy = torch.randn(2, *shape, dtype=torch.float64)
-            results = [step(layer.train(training), x, dy) for layer in (theirs, ours)]
-            torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
-        states = [layer.state_dict() for layer in (theirs, ours)]
-        torch.testing.assert_close(*states)
-        assert vars(states[0]) == vars(states[1])
-        for layer, state in zip((ours, theirs), states, strict=True):
-            layer.load_state_dict(state, strict=True)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -103,18 +77,6 @@ def test_gradients_do_not_depend_on_strides(
                 results.append(step(build(4, **options).train(training), x, dy))
         for result in results:
             torch.testing.assert_close(result, results[0])
-
-
-@pytest.mark.parametrize("requires", [(0,), (1,), (2,), (0, 1), (1, 2), ()])
-def test_only_wanted_gradients_are_computed(requires: tuple[int, ...]) -> None:
-    tensors = [torch.randn(5, 3), torch.randn(3), torch.randn(3)]
-    for i in requires:
-        tensors[i].requires_grad_()
-    y, _ = sync_batch_norm(*tensors)
-    assert y.requires_grad == bool(requires)
-    if requires:
-        y.square().sum().backward()
-    assert [t.grad is not None for t in tensors] == [i in requires for i in range(3)]
 
 
 def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:

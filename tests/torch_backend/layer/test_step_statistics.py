@@ -12,16 +12,15 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from multibn.torch_backend import (
     SubBatchNorm1d,
     SyncBatchNorm,
-    checkpoint_contexts,
     convert_sync_batchnorm,
     step_statistics,
 )
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
+from tests.torch_backend.steps import checkpointed
 
 NEEDS = "torch"
 
@@ -71,9 +70,7 @@ def test_a_step_equals_one_batch(
 
     def train(communicator: ThreadCommunicator, micro: bool) -> list[torch.Tensor]:
         layer = SyncBatchNorm(4, process_group=communicator, **options).double()
-        run: Any = layer
-        if recomputes and micro:
-            run = partial(checkpoint, layer, use_reentrant=False, context_fn=checkpoint_contexts)
+        run: Any = partial(checkpointed, layer) if recomputes and micro else layer
         for _ in range(2):
             xs = data(sizes, communicator.rank)
             with step_statistics(layer):
@@ -117,7 +114,6 @@ def test_a_step_moves_buffers_that_were_replaced_inside_of_it() -> None:
 
 
 def test_evaluation_during_a_step_adds_nothing() -> None:
-    """It uses the running statistics from before the step, and adds nothing."""
     layer, expected = pair()
     (x, z) = data([(6, 0), (3, 0)], 0)
     before = layer.eval()(z)
@@ -159,7 +155,6 @@ def test_a_step_inside_of_a_step_belongs_to_the_outer_one() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
 def test_a_model_is_compiled_again_for_steps_once_only() -> None:
-    """It is compiled again for steps, and once only; outside of steps it updates at once."""
     torch._dynamo.reset()
     model = nn.Sequential(SyncBatchNorm(4, momentum=None), SubBatchNorm1d(2, 4)).double()
     eager = copy.deepcopy(model)

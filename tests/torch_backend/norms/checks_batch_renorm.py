@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from multibn.communicators import Communicator
-from multibn.torch_backend import SyncBatchRenorm1d, checkpoint_contexts
+from multibn.torch_backend import SyncBatchRenorm1d
 from tests.harness.runs import on
+from tests.torch_backend.steps import checkpointed
 
 RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
 
@@ -70,11 +70,7 @@ def check_ranks_renormalize_as_one_process(world: Communicator) -> None:
                 mine, own_dy = (v[step].split(PARTS[world.size])[world.rank] for v in (x, dy))
                 mine = mine.clone().requires_grad_()
                 layer.zero_grad()
-                if way == "checkpointed":
-                    options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
-                    y = checkpoint(layer, mine, **options)
-                else:
-                    y = run(mine)
+                y = run(mine) if way != "checkpointed" else checkpointed(layer, mine)
                 y.backward(own_dy)
                 found = []
                 for v in (y, mine.grad):

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -156,27 +155,6 @@ def check_a_rank_without_data_finds_none_in_arguments(world: Communicator) -> No
     own = convert_sync_batchnorm(OfPoints(C, dtype=torch.float64), world)
     _precise(nn.ModuleList([own]), _loader(world.rank), world, forward_fn=forward)
     _assert_population(own, np.concatenate([x for r in range(world.size) for x in _batches(r)]))
-
-
-def check_limits_count_a_ranks_batches_or_all_samples(world: Communicator) -> None:
-    """`num_iters` counts a rank's batches, `num_samples` those of all ranks together."""
-    sizes = [[len(x) for x in _batches(rank)] for rank in range(world.size)]
-    after_two = sum(n for of_rank in sizes for n in of_rank[:2])
-    expected = np.concatenate([x for rank in range(world.size) for x in _batches(rank)[:2]])
-    for limit in ({"num_iters": 2}, {"num_samples": after_two}):
-        layer = SyncBatchNorm(C, process_group=world, dtype=torch.float64)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _precise(layer, _loader(world.rank), world, **limit)
-        said = [str(w.message) for w in caught]
-        _assert_population(layer, expected)
-        if world.rank == 0 and "num_iters" in limit:
-            assert "`num_iters` is 2: `data_loader` ended after 1 on rank 0. All batches" in said[0]
-        else:
-            assert said == []
-    total = sum(map(sum, sizes))
-    with pytest.warns(UserWarning, match=f"is {total + 1}: `data_loader` ended after {total} on"):
-        _precise(layer, _loader(world.rank), world, num_samples=total + 1)
 
 
 def check_a_layer_that_only_some_ranks_use_is_updated(world: Communicator) -> None:

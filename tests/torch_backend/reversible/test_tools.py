@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,15 +18,20 @@ from tests.torch_backend.reversible.blocks import (
     Lambda,
     Mlp,
     build,
+    dropout,
     error,
     expect_equal,
+    expect_stored_run,
+    foreign,
     inputs,
     loss_of,
     mlps,
     own,
     result,
+    step,
     train,
 )
+from tests.torch_backend.steps import checkpointed
 
 NEEDS = "torch"
 
@@ -126,6 +132,29 @@ def test_a_module_that_returns_no_tensor_is_refused(mode: Any, function: Any, go
 
 
 # Tools that look at operations
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpointed(self.module, x)
+
+
+@pytest.mark.parametrize("norm", [foreign, own])
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_checkpoints_may_be_inside_or_around(where: str, norm: Any) -> None:
+    def pair() -> Any:
+        f, g = mlps(norm, dropout)
+        return (Checkpointed(f), g) if where == "inside" else (f, g)
+
+    def run(model: Any, xs: Any) -> Any:
+        is_around = model.mode == "reversible" and where == "around"
+        return step(partial(checkpointed, model) if is_around else model, xs)
+
+    expect_stored_run(run, pair=pair, drop_path=0.2, tolerance=1e-12)
 
 
 def summed(model: Any) -> Tensor:

@@ -136,12 +136,6 @@ def check_a_function_on_some_ranks_and_a_layer_on_others_are_told(world: Communi
         assert f"; rank(s) [1, 2] in {place} (a sum of float64 numbers of" in str(raised.value)
 
 
-class _Failing:
-    def __iter__(self) -> Any:
-        yield torch.ones(2, 3)
-        raise OSError("disk")
-
-
 def _loop(data: Any, world: Communicator, *, break_off: bool = False) -> int:
     num_steps = 0
     with join(nn.Flatten(), world) as joined:
@@ -150,24 +144,6 @@ def _loop(data: Any, world: Communicator, *, break_off: bool = False) -> int:
             if break_off:
                 break
     return num_steps
-
-
-def check_errors_are_raised_on_all_ranks(world: Communicator) -> None:
-    culprit = world.size - 1
-    guilty = world.rank == culprit
-    x = torch.ones(2, 3)
-    of_others = rf"iterator of the batches raised on rank\(s\) \[{culprit}\] of"
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (_Failing(), OSError, "disk"),
-        (["no tensor"], TypeError, r"whose first dimension is the batch: got str\. Pass `empty`"),
-        ([], ValueError, rf"every rank: got none on rank\(s\) \[{culprit}\] of {world.size}"),
-    ]
-    for data, kind, message in cases:
-        if not guilty and data:
-            kind, message = RuntimeError, of_others
-        data = data if guilty else [x] * 3
-        with pytest.raises(kind, match=message):
-            _loop(data, world)
 
 
 def check_breaking_off_on_one_rank_is_an_error_on_all(world: Communicator) -> None:

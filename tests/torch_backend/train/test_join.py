@@ -69,12 +69,16 @@ def test_an_error_of_the_data_or_a_batch_size_is_an_error_on_all_ranks(
     run_ranks(2, steps)
 
 
-def test_no_batch_at_all_is_an_error_on_all_ranks() -> None:
+def test_too_few_batches_are_an_error_on_all_ranks() -> None:
     def steps(world: Communicator) -> None:
-        found = Lockstep(iter([]), world, source="`data`", place="a step")
-        with pytest.raises(ValueError, match=r"one batch: got none on rank\(s\) \[0, 1\] of 2"):
-            next(found)
-        assert list(found) == []
+        for data, everywhere, message in (
+            ([], False, r"one batch: got none on rank\(s\) \[0, 1\] of 2"),
+            ([1] * world.rank, True, r"one batch on every rank: got none on rank\(s\) \[0\] of 2"),
+        ):
+            found = Lockstep(iter(data), world, source="", place="", everywhere=everywhere)
+            with pytest.raises(ValueError, match=message):
+                next(found)
+            assert list(found) == []
 
     run_ranks(2, steps)
 
@@ -124,13 +128,22 @@ def test_an_empty_batch_has_the_structure_of_a_batch() -> None:
     assert x.shape == batch.a[0].shape == (2, 3)
 
 
+X = torch.ones(2)
+
+
 @pytest.mark.parametrize(
-    "other", [np.ones(2), SimpleNamespace(x=torch.ones(2)), pack_sequence([torch.ones(2)])]
+    "batch, message",
+    [
+        ("no tensor", "a tensor whose first dimension is the batch: got str"),
+        *(
+            ((X, other), f"only tensors, numbers, strings and None: got {type(other).__name__}")
+            for other in (np.ones(2), SimpleNamespace(x=X), pack_sequence([X]))
+        ),
+    ],
 )
-def test_an_object_that_may_hold_samples_is_refused(other: Any) -> None:
-    message = rf"only tensors, numbers, strings and None: got {type(other).__name__}\. Pass `empty`"
-    with join(nn.Flatten(), SingleProcess()) as joined, pytest.raises(TypeError, match=message):
-        next(iter(joined([(torch.ones(2), other)])))
+def test_a_batch_without_an_empty_one_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"{message}\. Pass `empty`"):
+        next(join(nn.Flatten(), SingleProcess())([batch]))
 
 
 def test_an_empty_batch_can_be_made_by_the_user() -> None:
