@@ -33,7 +33,9 @@ def test_all_fields_that_are_no_arrays_are_options() -> None:
     kinds = list(NormArgs.__annotations__.values())
     places = [k for k, kind in enumerate(kinds) if kind not in (Array, Array | None)]
     args: Any = range(len(kinds))
-    assert [*options_of(NormArgs(*args))] == places == [*range(3, 3 + len(places))]
+    names = [NormArgs._fields[k] for k in places]
+    assert [*options_of(NormArgs(*args))] == places, f"`OPTIONS` of spec.py must be {names}"
+    assert places == [*range(3, 3 + len(places))], f"{names} must follow `NormArgs.bias`"
 
 
 @pytest.mark.parametrize("missing", ["", "residual", "y", "num_batches"])
@@ -44,7 +46,8 @@ def test_a_file_that_does_not_know_a_field_is_left_to_generic(
     monkeypatch.setattr(cpu, "FIELDS", known)
     monkeypatch.delenv("MULTIBN_KERNELS", raising=False)
     chosen = kernels._native.__wrapped__("cpu")
-    assert chosen is (reference if missing else cpu), "a field must not be forgotten in silence"
+    unknown = [name for kind, names in known.items() for name in {*kind._fields} - {*names}]
+    assert chosen is (reference if missing else cpu), f"the C core does not know {unknown}"
 
 
 @pytest.mark.parametrize("asked", ["", "reference"])

@@ -1,5 +1,6 @@
 """What batch renormalization shares with batch norm, and what it refuses."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from multibn.torch_backend import (
     convert_sub_batchnorm,
     revert_sync_batchnorm,
 )
+from tests.helpers.spread import OTHERS
 
 NEEDS = "torch"
 
@@ -42,6 +44,25 @@ def test_a_schedule_without_a_start_renormalizes_the_first_batch(rmax: float) ->
     r = np.clip(std / running_std, 1 / rmax, rmax)
     d = np.clip((mean - 0.3) / running_std, -0.4, 0.4)
     np.testing.assert_allclose(layer(x), (x.numpy() - mean) / std * r + d, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        (k, v)
+        for k, values in OTHERS.items()
+        for v in values
+        if k not in ("fuse_relu", "num_splits")
+    ],
+)
+def test_without_limits_training_normalizes_as_evaluation_does(option: str, value: Any) -> None:
+    """r and d then exchange the batch's statistics for the running statistics of before."""
+    options = {"rmax": 1e9, "dmax": 1e9, "schedule": (0, 0, 0), option: value}
+    layer: Any = SyncBatchRenorm1d(3, dtype=torch.float64, **options)
+    xs = torch.randn(2, 16, 3, dtype=torch.float64) * torch.tensor([0.5, 1.0, 3.0])
+    layer(xs[0])
+    expected = copy.deepcopy(layer).eval()(xs[1])
+    torch.testing.assert_close(layer(xs[1]), expected, msg=f"`{option}={value!r}` is ignored")
 
 
 def test_it_neither_splits_nor_reverts() -> None:
