@@ -119,7 +119,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         Number of fine-tuning batches since `start_finetuning`.
     comm
         The ChainerMN communicator if the constructor got one, otherwise the multibn Communicator.
-        All ranks may assign a new one between two steps: anything that the constructor accepts.
+        May be assigned between two steps, on all ranks: anything that the constructor accepts.
 
     Raises
     ------
@@ -159,7 +159,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     ) -> None:
         super().__init__()
         self._compared: Compared = {}
-        self._communicator = _wrapped(comm, communication_backend)
+        self._communicator = _communicator_of(comm, communication_backend)
         self._communication_backend = communication_backend
         self.weighting: Weighting = weighting
         self.avg_var_convention: RunningVar = avg_var
@@ -189,7 +189,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             _layer_communicators[self].look_at_options()
 
     def check_options(self) -> None:
-        """Raise TypeError or ValueError for a wrong value of an option, which may be set later."""
+        """Raise TypeError or ValueError if an option, perhaps assigned later, is invalid."""
         LinkOptions.of(self).check()
 
     @property
@@ -214,9 +214,9 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     @comm.setter
     def comm(self, comm: CommunicatorLike) -> None:
-        # None has no backend to select: keep the name for the next ChainerMN communicator.
+        # Only ChainerMN communicators have backends: after None, the next one needs the name.
         backend = "auto" if comm is None else self._communication_backend
-        self._communicator = _wrapped(comm, backend)
+        self._communicator = _communicator_of(comm, backend)
         _layer_communicators.pop(self, None)
 
     def forward(
@@ -241,8 +241,8 @@ class MultiNodeBatchNormalization(chainer.Link):
             Variable or array with the shape and dtype of `x`, added to the output before the ReLU
             of `fuse_relu=True`.
         mask, lengths
-            `mask`: booleans, True for valid elements, of the shape of `x` without the channel axes
-            or one that broadcasts to it. `lengths`: integers of shape `(N,)`, the number of valid
+            `mask`: booleans, True for valid elements. The shape is that of `x` without the channel
+            axes, or broadcasts to it. `lengths`: integers of shape `(N,)`, the number of valid
             elements of each sample along the first spatial axis. Invalid elements are ignored, even
             if they are NaN or infinite; their output and gradient are 0.
 
@@ -338,12 +338,12 @@ step_accumulators: WeakKeyDictionary[chainer.Link, StepAccumulator | None] = Wea
 
 
 def _name(link: chainer.Link | None) -> str:
-    """The link's name in the model whose forward pass is running."""
+    """Return the link's path in the model whose forward pass is running, or its class name."""
     path = find_module_path(link, chainer.Link, lambda model: model.namedlinks(skipself=True))
     return path.strip("/").replace("/", ".") or type(link).__qualname__
 
 
-def _wrapped(comm: CommunicatorLike, communication_backend: str) -> Communicator:
+def _communicator_of(comm: CommunicatorLike, communication_backend: str) -> Communicator:
     communicator = as_communicator(comm)
     if isinstance(communicator, ChainerMN) and communication_backend != "auto":
         return ChainerMN(communicator.comm, communication_backend)

@@ -61,7 +61,7 @@ class _Library(NamedTuple):
     contiguous: Any
     strides: Any
     numbers: Any  # allocates an array of a shape, float64 unless a dtype is passed
-    changed: Any  # is called with the running statistics that the core has changed
+    mark_changed: Any  # takes tensors that the core has changed in place; for NumPy a no-op
 
 
 _NUMPY = _Library(np.empty_like, np.ascontiguousarray, attrgetter("strides"), np.empty, bool)
@@ -89,7 +89,7 @@ _use_arrays(None, None, None)
 def _statistics_like(
     numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...]
 ) -> PackedStatistics:
-    """Return statistics to copy by `empty_like`, which takes half the time of `empty`."""
+    """Return a template for `empty_like`, which takes half the time of `empty`."""
     per_channel = channels(shape, axis)
     return PackedStatistics(numbers(2 * math.prod(per_channel) + 2), per_channel)
 
@@ -98,7 +98,7 @@ def _statistics_like(
 def _rows_like(
     numbers: Any, shape: tuple[int, ...], axis: tuple[int, ...], dtype: Any, num_rows: int
 ) -> Array:
-    """Return an array like `num_rows` coefficients per channel, to copy by `empty_like`."""
+    """Return a template for `empty_like`: `num_rows` coefficients per channel."""
     like = numbers(0, dtype=dtype)
     arithmetic = reference.arithmetic_dtype(array_namespace(like), dtype)
     return numbers((num_rows, *channels(shape, axis)), dtype=arithmetic)
@@ -130,7 +130,7 @@ def finish_forward(
     library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
     like, per_channel = _statistics_like(library.numbers, args.x.shape, args.axis)
-    batch = tuple.__new__(PackedStatistics, (new(like), per_channel))  # no call into Python
+    batch = tuple.__new__(PackedStatistics, (new(like), per_channel))  # runs no Python code
     x, axis = args.x, args.axis
     out = new(_rows_like(library.numbers, x.shape, axis, x.dtype, 3) if coefficients else x)
     taken, state = args, _core.finish_forward(args, batch, out, coefficients, *message)
@@ -139,9 +139,9 @@ def finish_forward(
     if state is None:
         return reference.finish_forward(args, *message, coefficients=coefficients)
     running = args.running
-    if taken.running is not None:
+    if taken.running is not None:  # the core has updated the running statistics
         mean, var, _, _, counter = running
-        library.changed((mean, var) if counter is None else (mean, var, counter))
+        library.mark_changed((mean, var) if counter is None else (mean, var, counter))
     elif running is not None and state == OK:
         update_running(running, *unpack(batch)[:3], count)
     return out, batch, state
@@ -216,7 +216,7 @@ def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[An
             return v
         like = args.x[tuple(map(slice, v.shape))]  # a mask has one channel
         new = library.empty_like(like, dtype=v.dtype)
-        is_lazy = getattr(v, "is_neg", bool)()  # of torch: memory has the negated numbers
+        is_lazy = getattr(v, "is_neg", bool)()  # torch: the memory holds the negated numbers
         if library.strides(new) == library.strides(v) and not is_lazy:
             return v
         new[...] = v

@@ -9,13 +9,14 @@ from multibn._typing import Array, RunningVar
 # is `OK`, unless this rank has at most one value per channel. `CANCELLED`: a variance is so small
 # compared with the square of the mean that it has lost its digits.
 OK, NOT_FINITE, ONE_VALUE, CANCELLED = 0, 2, 3, 4
-# Below this `(var + eps) / mean**2`, for float64 inputs and for others, a variance is cancelled.
-# Above it, the rounding error of sums, 2**-52, leaves 12 digits of the output, or float32's.
+# A variance is `CANCELLED` if `(var + eps) / mean**2` is less than this, for float64 inputs and for
+# others. Otherwise, outputs are correct to 12 digits, or to float32's precision for other dtypes:
+# sums have a relative rounding error of 2**-52.
 MIN_RELATIVE_VARIANCE = 2.0**-13, 2.0**-27
 
 
 class BatchStatistics(NamedTuple):
-    """Statistics of the whole batch; equal on every rank but for `element_weight`.
+    """Statistics of the whole batch; equal on every rank, except `element_weight`.
 
     Attributes
     ----------
@@ -53,7 +54,7 @@ class PackedStatistics(NamedTuple):
 
 
 def unpack(batch: BatchStatistics | PackedStatistics) -> BatchStatistics:
-    """Return the statistics; of packed statistics, views of their numbers."""
+    """Return `batch` as a `BatchStatistics`; for packed statistics, its fields are views."""
     if isinstance(batch, BatchStatistics):
         return batch
     mean, var = batch.numbers[:-2].reshape((2, *batch.shape))

@@ -22,14 +22,14 @@ class _Model:
     # Attributes of layers: eps, momentum, scale, shift, convention of the running variance.
     attributes: tuple[str, str, str, str, str]
     convention = "unbiased_global"  # if a layer has no attribute for it
-    has_decay = True  # the attribute is 1 - momentum
+    has_decay = True  # the attribute for momentum stores 1 - momentum
 
     def layers(self) -> Iterable[tuple[str, Any]]:
-        """Return the dotted name and the layer for each layer."""
+        """Return (dotted name, layer) pairs."""
         raise NotImplementedError
 
     def options(self) -> Iterator[tuple[str, dict[str, object]]]:
-        """Yield the options of each layer that has an eps, by the layer's name."""
+        """Yield (dotted name, options) for each layer that has an eps."""
         eps, momentum, scale, shift, convention = self.attributes
         for name, layer in self.layers():
             if not hasattr(layer, eps):
@@ -204,7 +204,7 @@ class FlaxModel(_Model):
 
 
 Model = TorchModel | ChainerModel | FlaxModel
-# A pair has this order: the first model gets the state of the second.
+# Pairs of models must have this order. The first model of a pair gets the state of the second.
 KINDS: tuple[type[Model], ...] = TorchModel, ChainerModel, FlaxModel
 
 

@@ -37,5 +37,5 @@ from multibn.torch_backend.train.synchrony import average_gradients as average_g
 from multibn.torch_backend.train.synchrony import check_sync as check_sync
 from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats
 
-# As torch.nn.SyncBatchNorm.convert_sync_batchnorm, but static: the same for every subclass.
+# Static, unlike torch.nn.SyncBatchNorm.convert_sync_batchnorm: the result ignores the subclass.
 SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)

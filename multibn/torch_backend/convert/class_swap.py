@@ -2,8 +2,8 @@
 
 Code around a model finds layers by class: optimizers that do not decay norms, freezing, precise
 statistics, initialization. A converted layer must therefore stay an instance of its class. A class
-that overrides `forward`, as timm's BatchNormAct2d, keeps its `forward`. There, a TorchFunctionMode
-replaces the call of torch.nn.functional.batch_norm, which costs about 0.1 ms a call.
+that overrides `forward`, such as timm's BatchNormAct2d, keeps its `forward`. In that `forward`, a
+TorchFunctionMode replaces torch.nn.functional.batch_norm, which takes about 0.1 ms per call.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def _sync_class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
         attributes: dict[str, Any] = {"__module__": __name__, "converted_from": original}
         check = original._check_input_dim
         with_check = [
-            ours for torchs, ours in _TORCH_TO_SYNC.items() if torchs._check_input_dim is check
+            sync for plain, sync in _TORCH_TO_SYNC.items() if plain._check_input_dim is check
         ]
         if not with_check:
             attributes["_fast_path_ndims"] = ()
@@ -89,7 +89,7 @@ class _Derived(SyncBatchNorm):
         return _new, (self.converted_from,), self.__getstate__()
 
 
-# The fields of NormArgs after `axis` with which evaluation is the original class's own `forward`.
+# If the fields of NormArgs after `axis` are these, evaluation runs the original `forward`.
 _FIELD_DEFAULTS = tuple(NormArgs._field_defaults.values())
 
 
@@ -124,8 +124,8 @@ class _OwnForward(_Derived):
     def _check_may_skip_batch_norm(self, x: Tensor | None) -> None:
         """Raise RuntimeError if other ranks would hang because this pass called no F.batch_norm.
 
-        A layer that has called it before may return an empty batch unchanged, or normalize by
-        other code in a single process.
+        A layer that has called F.batch_norm before may return an empty batch unchanged, or, in a
+        single process, normalize by other code.
         """
         is_alone_or_empty = self.layer_communicator.size == 1 or (x is not None and not len(x))
         if self.training and not (self._has_called_batch_norm and is_alone_or_empty):

@@ -58,8 +58,9 @@ def sync_batch_norm(
         Which elements count, as in a call of `SyncBatchNorm`; None for all.
     running_mean, running_var
         Shape `(C,)`, updated in place like those of torch.nn.functional.batch_norm in training:
-        `running += momentum * (batch - running)`, with the unbiased variance of the whole batch. A
-        slice updates its part of a layer's buffer. None for no update; pass both or none.
+        `running += momentum * (batch - running)`, with the unbiased variance of the whole batch.
+        Slices of a layer's buffers update only these channels. None for no update; pass both or
+        neither.
     momentum
         The weight of this batch, from 0 to 1.
 
@@ -202,9 +203,9 @@ def normalize_with_batch_stats(
 def _forward_compiled(
     args: NormArgs, num_channels: int | None, communicator: Any, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics] | None:
-    """`normalize_with_batch_stats` by custom operators; None if they cannot, as under torch.func.
+    """Run `normalize_with_batch_stats` by custom operators; None if unsupported (torch.func).
 
-    Compiled code cannot detect a recomputation. The operators then return a count of 0.
+    Compiled code cannot detect a recomputation, in which the operators return a count of 0.
     """
     compiling = torch.compiler.is_compiling()
     if compiling and getattr(torch.compiler, IS_EXPORTING):
@@ -252,22 +253,24 @@ def normalize_with_running_stats(args: NormArgs, mean: Any, var: Any, /) -> Tens
     weight, bias = args.weight, args.bias
     if dtensors.contains_dtensor((args.x, weight, mean)):
         return dtensors.evaluate_local(normalize_with_running_stats, args, mean, var)
-    x = reference.masked(args.x, args.mask)  # the gradients of weight and bias would be NaN
-    wide = torch.promote_types(x.dtype, torch.float32)
+    # Otherwise, a NaN in a masked element would reach the gradients of weight and bias.
+    x = reference.masked(args.x, args.mask)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
     parameters = {p.dtype for p in (weight, bias, mean) if p is not None}
-    by_batch = mean is None or var is None
-    if by_batch or (mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}):
+    uses_batch_stats = mean is None or var is None
+    is_supported = len(parameters) == 1 and parameters <= {x.dtype, wide_dtype}
+    if uses_batch_stats or (mean.ndim == 1 and is_supported):
         is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        if by_batch:
+        if uses_batch_stats:
             mean = var = None  # torch would update the other one
         elif is_eager and torch.is_grad_enabled():
             mean, var = mean.clone(), var.clone()  # may be updated before the backward pass
-        y: Tensor = F.batch_norm(x, mean, var, weight, bias, by_batch, eps=args.eps)
+        y: Tensor = F.batch_norm(x, mean, var, weight, bias, uses_batch_stats, eps=args.eps)
         y = align_gradient(y)
         y = y if args.residual is None else y + args.residual
         return reference.masked(y.relu() if args.relu else y, args.mask)
-    # F.batch_norm rejects other combinations of dtypes, which training accepts, and would copy some
-    # inputs with splits.
+    # F.batch_norm rejects some combinations of dtypes that training accepts. For splits, whose
+    # statistics have shape (splits, C), it would need copies of some inputs.
     validation.check_options(args)
     mean, var = steps.as_wide(mean), steps.as_wide(var)
     normalized: Tensor = reference.normalize(args, BatchStatistics(mean, var, mean, mean))

@@ -33,7 +33,7 @@ _NORMS: dict[Any, NormFactory] = {
 _FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(\d+(?:\.\d+)?))?(_(\d+(?:\.\d+)?))?")
 
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
-# Keys that are not options: the only supported value, SlowFast's default, and why.
+# Keys that are not options: the only supported value, SlowFast's default, and the reason.
 _FIXED = {
     "MVIT.REV.ENABLE": (True, False, "other values select a non-reversible model"),
     "MVIT.REV.RES_PATH": ("conv", "conv", "SlowFast's own model fails with this value"),
@@ -68,18 +68,18 @@ class RevMViTConfig:
         `"sigmoid"` or `"none"`. `head_init_scale` multiplies the initial weights and biases.
     pool_mode
         How tokens are pooled (MVIT.MODE): `"conv"`, a depthwise convolution shared by the heads,
-        then a norm; `"conv_unshared"`, the same over all channels, with `pool_first` only; `"avg"`
-        or `"max"`.
+        then a norm; `"conv_unshared"`, the same with a kernel per channel, not shared by heads,
+        which needs `pool_first`; `"avg"` or `"max"`.
     patch_2d, patch_kernel, patch_stride, patch_padding
         The patch embedding: two numbers each for images, three for video.
     embed_dim, num_heads, depth, mlp_ratio, qkv_bias, dim_mul, head_mul
-        Width and heads of layer 0; number of layers; width of the MLPs, as a multiple of their
-        input's; whether queries, keys and values have biases; factors of width and heads by layer.
+        Width and heads of layer 0; number of layers; ratio of an MLP's hidden width to its input
+        width; whether queries, keys and values have biases; factors of width and heads by layer.
     pool_q_stride, pool_kv_stride, pool_kv_stride_adaptive, pool_kvq_kernel
-        Strides by layer, and the kernel of all pooling. The adaptive stride replaces
-        `pool_kv_stride`: the stride of keys and values before layer 0, divided by the queries'
-        stride of each layer in turn. Without `pool_kvq_kernel`, a kernel is one larger than its
-        stride, unless that is 1.
+        Strides by layer, and the kernel of all pooling. `pool_kv_stride_adaptive` replaces
+        `pool_kv_stride`: it is divided by the queries' stride of layer 0 for the keys and values of
+        layer 0, the result by that of layer 1, and so on. Without `pool_kvq_kernel`, a kernel is
+        one larger than its stride if the stride is not 1.
     pool_first, separate_qkv, residual_pooling, rel_pos_spatial, rel_pos_temporal, rel_pos_zero_init
         Options of the attention: pool the input instead of queries, keys and values; three linear
         layers instead of one, implied by `pool_first`; add the pooled queries to the output;
@@ -103,9 +103,10 @@ class RevMViTConfig:
         Whether `RevMViT.no_weight_decay` returns the names of position embeddings.
     respath_fuse, pre_q_fusion
         Fusions of the streams after the last layer, and before a stage transition: `"add"`,
-        `"avg"`, `"max"` or `"min"`; `"concat"`, along channels; `"concat_linear"`, the same plus an
-        MLP of it. `"concat_linear_2"` makes the MLP's hidden layer twice as wide as its input,
-        `"concat_linear_2_0.1"` adds dropout, and a prefix `"ln+"` puts a norm before the MLP.
+        `"avg"`, `"max"` or `"min"`; `"concat"`, along channels; `"concat_linear"`, the
+        concatenation x plus MLP(x). `"concat_linear_2"` makes the MLP's hidden layer twice as wide
+        as its input, `"concat_linear_2_0.1"` adds dropout, and a prefix `"ln+"` puts a norm before
+        the MLP.
     buffer_layers
         The stage transitions: layers that are not reversible, so that grid and width can change.
     drop_path_mode
@@ -225,7 +226,7 @@ class RevMViTConfig:
                 check_number(name, factor, "(0, inf)")
 
     def _entries(self, name: str, words: str, length: int) -> tuple[tuple[Any, ...], ...]:
-        """Return a field, a list of tuples of `length`, which errors describe by `words`."""
+        """Return the option `name`; ValueError unless it lists tuples like `words`, of `length`."""
         entries: Any = getattr(self, name)
         if any(not isinstance(entry, tuple) or len(entry) != length for entry in entries):
             raise ValueError(f"`{name}` must list {words}: got {entries!r}.")

@@ -113,14 +113,14 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Return tokens `(B, T*H*W, dim)` and their grid (T, H, W)."""
-        flat = isinstance(self.proj, nn.Conv2d)
-        if x.ndim != (4 if flat else 5):
-            wanted = "images (B, C, H, W)" if flat else "video (B, C, T, H, W)"
+        is_2d = isinstance(self.proj, nn.Conv2d)
+        if x.ndim != (4 if is_2d else 5):
+            wanted = "images (B, C, H, W)" if is_2d else "video (B, C, T, H, W)"
             raise ValueError(
-                f"`x` must be {wanted} with patch_2d={flat}: got shape {tuple(x.shape)}."
+                f"`x` must be {wanted} with patch_2d={is_2d}: got shape {tuple(x.shape)}."
             )
         x = self.proj(x)
-        thw = (1, *x.shape[2:]) if flat else tuple(x.shape[2:])
+        thw = (1, *x.shape[2:]) if is_2d else tuple(x.shape[2:])
         return x.flatten(2).transpose(1, 2), cast(Grid, thw)
 
 
@@ -164,8 +164,8 @@ class RevMViT(nn.Module):
     Collective if the norms are.
 
     In evaluation the model can be differentiated twice, traced and compiled with `fullgraph=True`.
-    There, attention stores its scores instead of using a fused kernel if gradients are needed, and
-    in torch.jit.trace.
+    If gradients are needed in evaluation, and in torch.jit.trace, attention stores its scores
+    instead of using a fused kernel.
 
     Examples
     --------
@@ -201,9 +201,9 @@ class RevMViT(nn.Module):
         self.rev_backbone = ReversibleMViT(config)
         width = 2 * self.rev_backbone.dim_out
         self.fuse = TwoStreamFusion(config.respath_fuse, width, config)
-        wide = "concat" in config.respath_fuse
-        self.fuse_last = wide and not config.use_mean_pooling
-        width = width if wide else width // 2
+        concatenates = "concat" in config.respath_fuse
+        self.fuse_last = concatenates and not config.use_mean_pooling
+        width = width if concatenates else width // 2
         self.norm = config.make_norm(width, "final")
         self.head = TransformerHead(width, config)
 
