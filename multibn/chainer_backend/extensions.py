@@ -81,8 +81,8 @@ class FinetunePopulationStatistics(training.Extension):
     `avg_mean` and `avg_var` become the mean and variance of all elements of the link's inputs, over
     all batches and ranks, for batches of any sizes. The variance is unbiased (divided by the number
     of elements per channel minus 1), whatever the link's `avg_var` option. The link's `N` becomes
-    the number of its calls on this rank. A link keeps its values if it gets no input, or only with
-    `chainer.config.train` False.
+    the number of its calls on this rank. A link keeps its values if it gets no input while
+    `chainer.config.train` is True.
 
     Examples
     --------
@@ -158,7 +158,7 @@ class FinetunePopulationStatistics(training.Extension):
 
 
 class _Norm:
-    """A batch normalization link, with the population of its inputs."""
+    """A batch normalization link, with its estimator and its number of calls."""
 
     def __init__(self, link: Any) -> None:
         self.link = link
@@ -190,7 +190,7 @@ def _norms(target: chainer.Link) -> list[_Norm]:
 
 
 class _Watch(chainer.LinkHook):
-    """Count the links' calls, and add the inputs of Chainer's own links to their populations."""
+    """Count the links' calls, and add the inputs of Chainer's own links to the estimators."""
 
     name = "FinetunePopulationStatistics"
 
@@ -218,14 +218,14 @@ class _Watch(chainer.LinkHook):
 
 @contextmanager
 def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
-    """Restore persistent values, arrays in place, and NumPy's random state; drop reports."""
+    """At exit, restore persistent values and NumPy's random state, and drop reports."""
     persistent = [
         (link, name, value, copy.deepcopy(value))
         for link in target.links()
         for name in sorted(link._persistent)
         if (value := link.__dict__[name]) is not None
     ]
-    in_steps = {k: step_accumulators.pop(k) for k in target.links() if k in step_accumulators}
+    accumulators = {k: step_accumulators.pop(k) for k in target.links() if k in step_accumulators}
     random_state = np.random.get_state()  # noqa: NPY002 (Chainer's dropout uses this state)
     reporter = chainer.Reporter()
     for link in (target, function):  # the function may be a chain that contains the target
@@ -236,7 +236,7 @@ def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
             yield
     finally:
         np.random.set_state(random_state)  # noqa: NPY002
-        step_accumulators.update(in_steps)
+        step_accumulators.update(accumulators)
         for link, name, value, before in persistent:
             link.__dict__[name] = value
             if isinstance(value, chainer.get_array_types()):

@@ -123,8 +123,8 @@ def finish_forward(
 ):  # fmt: skip
     """Write the statistics and the coefficients of the passes; update the running statistics.
 
-    `looked_at`, with `length` numbers, is the message, or the `nonfinite_flags` of a long message:
-    every program reads all of it. `weight`, `bias` and the running statistics may be None.
+    `looked_at` has `length` numbers, which every program reads: the message or, if it is long, the
+    message's `nonfinite_flags`. `weight`, `bias` and the running statistics may be None.
     """
     c, exists = _channels(C, BLOCK)
     gap = _gap(looked_at, length)
@@ -221,7 +221,7 @@ def _store_around(numbers, start, payload, length, fingerprint):
 
 @triton.jit
 def _store_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps):
-    """Write the coefficients, see `passes`; return the last two in float64."""
+    """Write the coefficients, see `passes`; return invstd and remainder in float64."""
     DTYPE = coefficients.dtype.element_ty
     centre = mean.to(DTYPE)
     remainder = mean - centre.to(tl.float64)
@@ -256,7 +256,7 @@ def _update_running(
                 tl.store(num_batches, tl.load(num_batches) + seen.to(tl.int64))
     a = tl.where(seen, a, 0.0)
     f = n / tl.where(n < 2.0, 1.0, n - 1.0)
-    if not UNBIASED:  # by a factor of this rank's, 0 for a rank without an element
+    if not UNBIASED:  # by this rank's factor; it is 0 if the rank has no elements
         own = number(factor)
         f = tl.where(own == 0.0, f, own)
     _move_one(running_mean + c, mean, exists, a)

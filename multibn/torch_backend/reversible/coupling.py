@@ -49,7 +49,7 @@ class Run:
         self.restore([], [])
 
     def restore(self, streams: list[Tensor], cond: list[Any]) -> None:
-        """Start the backward pass with the streams after the last branch; `[]` frees them."""
+        """Set the streams to those after the last branch, for a backward pass; `[]` frees them."""
         self._position, self.streams, self.cond = len(self.branches), streams, cond
 
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:

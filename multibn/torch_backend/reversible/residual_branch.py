@@ -18,7 +18,7 @@ _NORMS = (_NormBase, SyncNormBase)
 
 
 def dtype_or_type_name(x: Any) -> Any:
-    """The dtype of a tensor, or the type of anything else, for messages."""
+    """Return the dtype of a tensor, or the type's name of anything else, for messages."""
     return x.dtype if isinstance(x, Tensor) else type(x).__qualname__
 
 
@@ -80,8 +80,8 @@ class ResidualBranch:
         """Context for the first pass, which reads the tensors `inputs`.
 
         Raises RuntimeError if the module modifies in place `inputs`, a parameter, or a buffer that
-        is not a training norm's. Also if the module itself is wrapped by FSDP, whose hooks would
-        put freshly gathered parameters in place of those of the first pass.
+        is not a training norm's. Also raises RuntimeError if FSDP wraps the module itself: in a
+        recomputation, FSDP's hooks would replace the parameters of the first pass.
         """
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
@@ -154,6 +154,7 @@ class ResidualBranch:
             yield
 
     def _changed(self) -> str | None:
+        """Return the name of a tensor that was modified in place since the first pass, or None."""
         for _, name, changed, version in self._constants:
             if changed._version != version:
                 named = chain(self.module.named_parameters(), self.module.named_buffers())
@@ -161,7 +162,7 @@ class ResidualBranch:
         return None
 
     def _rng_states(self) -> list[Tensor]:
-        """States of the default generators of the CPU and of the inputs' device, if different."""
+        """Return the states of the default generators: the CPU's and that of the inputs' device."""
         if self._device is None:
             return [torch.get_rng_state()]
         accelerator = torch.get_device_module(self._device)
@@ -182,9 +183,9 @@ class ResidualBranch:
 
     @contextlib.contextmanager
     def _autocasting(self) -> Iterator[None]:
-        # Autocast's cache would hold the cast weights of all blocks until the user's autocast ends,
-        # and some versions of torch reuse a weight that was cast without a gradient where a later
-        # operation needs the gradient.
+        # Without a cache: autocast's cache would hold the cast weights of all blocks until the
+        # user's autocast ends. Some versions of torch also return a cached weight that was cast
+        # without a gradient to an operation that needs the gradient.
         with contextlib.ExitStack() as stack:
             for device_type, enabled, dtype in self._autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
@@ -195,7 +196,7 @@ class ResidualBranch:
 
 
 def _constants_of(parts: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Parameters and buffers that must not change: all but those that norms in training write."""
+    """Yield parameters and buffers that must not change: all that training norms do not write."""
     written = {
         id(buffer)
         for part in parts
