@@ -53,7 +53,8 @@ def check_sync(
         If a persistent value has another type. The other ranks then raise RuntimeError.
     RuntimeError
         On all ranks, if the models differ. For different values, the message lists names, ranks and
-        largest differences from most ranks; for different structures, additional and missing names.
+        the largest differences from the majority of the ranks; for different structures, additional
+        and missing names.
 
     Examples
     --------

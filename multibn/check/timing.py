@@ -32,7 +32,7 @@ def training_step(layer: Any, x: Any, dy: Any) -> Step:
 def message_steps(
     communicator: Any, C: int, *, repeat: int, on_gpu: bool = False
 ) -> dict[str, Step]:
-    """Return steps of `repeat` forward messages of C channels, and of bare allreduces as long."""
+    """Return two steps: `repeat` forward messages of C channels, and as many bare allreduces."""
     n, sent = wire.forward_payload(C), np.zeros(wire.length(C))
     numbers: Any = sent
     layer = LayerCommunicator(communicator, lambda: f"{C}")
@@ -47,10 +47,10 @@ def message_steps(
             bare = lambda: dist.all_reduce(numbers)  # noqa: E731
 
     phase = layer.for_phase("forward", np.dtype(np.float32), n, like=numbers)
-    sums_there = on_gpu and phase.reduces_on_device(numbers)
+    reduces_on_device = on_gpu and phase.reduces_on_device(numbers)
 
     def checked() -> None:
-        memory: Any = phase.message(numbers) if sums_there else phase.buffer()
+        memory: Any = phase.message(numbers) if reduces_on_device else phase.buffer()
         if isinstance(memory, wire.Message):
             memory.write(numbers[:n])
         phase.allreduce(numbers[:n] if memory is None else memory)

@@ -52,9 +52,10 @@ class ReversibleSequence(nn.Module):
         G are skipped independently.
     stream_dtype
         Dtype in which the streams are summed. Default: the dtype of the modules' inputs, which is
-        the wider of `x1` and `x2`. Under autocast, float64, and modules get at least float32. With
-        a wider dtype, recomputed streams round to exactly the inputs of the first pass. Use float32
-        for a model in half precision, and float64 if recomputed float32 streams drift.
+        the wider of `x1` and `x2`. Under autocast, the default is float64, and modules get at least
+        float32. With a wider dtype, recomputed streams round to exactly the inputs of the first
+        pass. Use float32 for a model in half precision, and float64 if recomputed float32 streams
+        drift.
 
     Raises
     ------
@@ -64,7 +65,7 @@ class ReversibleSequence(nn.Module):
     Notes
     -----
     Collective if the modules are: every rank runs every module in the same order, even if all
-    samples are dropped. Batch norms communicate as in `"stored"`, and not when a module runs again.
+    samples are dropped. Batch norms communicate as often as in `"stored"`: not in a recomputation.
 
     Random numbers come from the global generators in the order of `"stored"`. The recomputation
     repeats these numbers, with the forward pass's autocast and training flags.
@@ -133,9 +134,9 @@ class ReversibleSequence(nn.Module):
     def inverse(self, y1: Tensor, y2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
         """Return the streams `x1` and `x2` that `forward` maps to `y1` and `y2`, up to rounding.
 
-        Uses ordinary autograd in any `mode`. Call `eval()` before `forward` unless the modules do
-        the same in training: dropout draws new numbers, and batch norms count the batch again.
-        Raises RuntimeError if samples would be dropped (`drop_path` in training).
+        Uses ordinary autograd in any `mode`. Call `eval()` before `forward` unless the modules
+        compute the same in training: dropout draws new numbers, and batch norms count the batch
+        again. Raises RuntimeError if samples would be dropped (`drop_path` in training).
         """
         streams, input_dtype = _streams(y1, y2, self.stream_dtype)
         for branch in [*self._branches(range(len(self.layers)), streams, input_dtype)][::-1]:
