@@ -218,7 +218,7 @@ class _Watch(chainer.LinkHook):
 
 @contextmanager
 def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
-    """At exit, restore persistent values and NumPy's random state, and drop reports."""
+    """Restore persistent values and NumPy's random state at exit, and drop reports."""
     persistent = [
         (link, name, value, copy.deepcopy(value))
         for link in target.links()
