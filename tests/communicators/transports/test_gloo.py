@@ -136,6 +136,37 @@ def test_a_process_is_not_aborted_where_gloo_has_a_tensor_to_release(tmp_path: P
     assert ran.returncode == 0, ran.stdout
 
 
+_DESTROYED = """
+import os
+import torch, torch.distributed as dist
+{first}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+{last}
+dist.destroy_process_group()
+names = [open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")]
+print(any("gloo" in name for name in names))
+"""
+
+
+@pytest.mark.parametrize(
+    "first, last, alive",
+    [
+        ("import torch.distributed.nn", "del model", False),
+        ("import torch.distributed.nn", "", True),
+        ("", "del model", True),
+    ],
+)
+def test_the_page_says_what_ends_the_threads_of_gloo(first: str, last: str, alive: bool) -> None:
+    """There is no multibn in this program."""
+    script = _DESTROYED.format(first=first, last=last)
+    python = launch.python() if first else sys.executable  # a fork has imported all of torch
+    said = launch.printed("-c", script, interpreter=python, alone=True)
+    assert said == f"{alive}\n"
+    page = (launch.ROOT / "docs/guides/when-it-fails.md").read_text()
+    assert f"`{first or last}`" in page
+
+
 def test_a_connection_that_fails_is_an_error() -> None:
     side = PrivateGloo(dist.HashStore(), 2, 2)  # a rank that cannot be
     with pytest.raises(RuntimeError, match="no connection over gloo: "):
