@@ -152,9 +152,6 @@ class Outside(Forwarding):
             "each process the group it belongs to."
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Outside, (self.native,)
-
     def __repr__(self) -> str:
         return f"Outside({self.native!r})"
 

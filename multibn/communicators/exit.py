@@ -20,15 +20,11 @@ inherited: set[object] = set()
 
 def watch(channel: Any) -> None:
     """Notify the other ranks of a channel when this process ends."""
-    _leave_at_exit()
-    watched_channels.add(channel)
-
-
-@cache
-def _leave_at_exit() -> None:
-    # Register at the first use, after the transport's library has registered its own handler.
-    # Handlers run last in, first out, so this one runs while the library still works.
+    # Handlers run last in, first out: this one must run while the transport's library still works,
+    # before the library's own handler.
+    atexit.unregister(_leave)
     atexit.register(_leave)
+    watched_channels.add(channel)
 
 
 def _leave() -> None:

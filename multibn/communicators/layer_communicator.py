@@ -9,8 +9,9 @@ that sum is unexpected.
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import proxy
 
 import numpy as np
@@ -32,9 +33,12 @@ from multibn.communicators.diagnostics import (
 from multibn.communicators.handshake import handshake, raise_for_mismatch
 from multibn.wire import Message
 
+# Phase, dtype of the activations, needs_gradient, finetune, length of the payload.
+_PhaseKey: TypeAlias = tuple[str, Any, bool, bool, int]
 MOST_PLANS = 64  # plans that a layer caches; then its cache is cleared
 
 
+@dataclass(eq=False, repr=False)
 class LayerCommunicator(Forwarding):
     """A communicator as one layer uses it.
 
@@ -45,25 +49,19 @@ class LayerCommunicator(Forwarding):
     rank may use a copy and the others the original. A function has a new communicator in each call.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        find_name: Callable[[], str],
-        *,
-        options: Callable[[], Mapping[str, object]] = dict,
-        detail: Callable[[int], str] = lambda channels: "",
-        compared: Compared | None = None,
-        check_options: Callable[[], None] = lambda: None,
-        is_function: bool = False,
-    ) -> None:
-        self.communicator, self.check_options = communicator, check_options
-        self.options, self.detail, self.is_function = options, detail, is_function
-        self.compared: Compared = {} if compared is None else compared
-        self._find_name = find_name
-        self.phases: dict[tuple[str, Any, bool, bool, int], LayerPhase] = {}
-        # The layer's plans (`multibn.engine.plan`), by everything on which a plan depends.
-        self.plans: dict[Any, Any] = {}
-        self._by_group: dict[Communicator, LayerCommunicator] = {}
+    communicator: Communicator
+    find_name: Callable[[], str]
+    _: KW_ONLY
+    options: Callable[[], Mapping[str, object]] = dict
+    detail: Callable[[int], str] = lambda channels: ""
+    compared: Compared = field(default_factory=dict)
+    check_options: Callable[[], None] = lambda: None
+    is_function: bool = False
+
+    phases: "dict[_PhaseKey, LayerPhase]" = field(default_factory=dict, init=False)
+    # The layer's plans (`multibn.engine.plan`), by everything on which a plan depends.
+    plans: dict[Any, Any] = field(default_factory=dict, init=False)
+    _by_group: "dict[Communicator, LayerCommunicator]" = field(default_factory=dict, init=False)
 
     @property
     def layer(self) -> "LayerCommunicator":
@@ -73,7 +71,7 @@ class LayerCommunicator(Forwarding):
     @cached_property
     def name(self) -> str:
         """The name of the layer."""
-        return self._find_name()
+        return self.find_name()
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -92,11 +90,8 @@ class LayerCommunicator(Forwarding):
     def for_group(self, communicator: Communicator) -> "LayerCommunicator":
         """Return the communicator of the same layer over different processes."""
         if communicator not in self._by_group:
-            names = "options", "detail", "compared", "check_options", "is_function"
-            alike: Any = {name: getattr(self, name) for name in names}
-            self._by_group[communicator] = LayerCommunicator(
-                communicator, lambda: self.name, **alike
-            )
+            layer = replace(self, communicator=communicator, find_name=lambda: self.name)
+            self._by_group[communicator] = layer
         return self._by_group[communicator]
 
     def cache_plan(self, key: object, plan: Any) -> None:
@@ -173,9 +168,7 @@ class LayerPhase(Forwarding):
 
     _payload: HostArray | None = None  # the channel's memory; None for one process
 
-    def __init__(
-        self, layer: LayerCommunicator, group: Any, key: tuple[str, Any, bool, bool, int], like: Any
-    ) -> None:
+    def __init__(self, layer: LayerCommunicator, group: Any, key: _PhaseKey, like: Any) -> None:
         phase, dtype, needs_gradient, finetune, n = key
         self.layer, self.texts = layer, layer.texts
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]

@@ -21,7 +21,7 @@ from multibn.communicators.channel import (
     Transport,
     spin_seconds,
 )
-from multibn.communicators.communicator import Outside, SingleProcess
+from multibn.communicators.communicator import SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import inherited, watched_channels
 from multibn.communicators.polling import Poll, poll
@@ -53,8 +53,6 @@ class MPI(ChannelCommunicator):
 
     Raises
     ------
-    ValueError
-        If `comm` is MPI.COMM_NULL: this process is not part of the group.
     TypeError
         If `comm` is an intercommunicator.
 
@@ -78,8 +76,6 @@ class MPI(ChannelCommunicator):
         self.mpi_comm = comm
         from mpi4py import MPI as mpi
 
-        if comm == mpi.COMM_NULL:
-            Outside(comm).rank  # noqa: B018 - raises
         if comm.is_inter:
             raise TypeError(
                 "the communicator must be an intracommunicator: got an intercommunicator. "

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from multibn._platform import how_to_build_core, pid_space, process_state
+from multibn._platform import how_to_build_core, process_state
 from multibn._typing import HostArray
 from multibn.communicators.channel import Begin, spin_seconds
 from multibn.communicators.polling import Poll, barrier, wait_for_key
@@ -32,12 +32,11 @@ try:
 except ImportError:
     core = None  # type: ignore[assignment]
 
-_FLOAT64_BYTES = 8
 # Float64 numbers in a slot. Every rank reads all slots, so gloo is faster for longer messages.
 # Unused pages take no memory.
 SLOT_NUMBERS = 2**16
 # The padding keeps slots from competing for the same cache sets.
-_SLOT_BYTES = _FLOAT64_BYTES * (SLOT_NUMBERS + 8)
+_SLOT_BYTES = np.float64().nbytes * (SLOT_NUMBERS + 8)
 _GATE_BYTES = 256  # see _shared_memory.c
 _CHECK_SECONDS = 0.02  # between two checks that the other processes are alive
 _TRIAL_BYTES = 2**16  # allocated before the memory is offered to the other ranks
@@ -135,15 +134,10 @@ def create_shared_memory(
             if can_share:
                 memory = _open_memory(json.loads(store.get("offer")))
         keys = [f"rank {r}" for r in range(size)]
-        store.set(keys[rank], json.dumps((memory is not None, pid_space(), os.getpid())))
+        store.set(keys[rank], json.dumps((memory is not None, os.getpid())))
         yield barrier(store, size)
-    ranks = [json.loads(text) for text in store.multi_get(keys)]
-    for r, (_, space, pid) in enumerate(ranks):
-        if space == pid_space() and not process_state(pid):
-            raise RankLostError(r)
-    if memory is None or not all(opened for opened, _, _ in ranks):
-        return None
-    return SharedMemory(memory, rank, [pid for _, _, pid in ranks])
+    opened, pids = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+    return SharedMemory(memory, rank, [*pids]) if memory is not None and all(opened) else None
 
 
 @contextmanager

@@ -55,7 +55,13 @@ class StoreStatusBoard:
 
     def clear(self, size: int) -> None:
         """Delete the group's keys if this is the last of `size` ranks to call this method."""
-        self._ask(lambda: self._clear(size), must=True)
+
+        def delete() -> None:
+            if self._store.add("let go", 1) == size:
+                for key in getattr(self._store, "list_keys", list)():  # only in newer torch
+                    self._store.delete_key(key)
+
+        self._ask(delete, must=True)
 
     def finish(self) -> None:
         _store_thread().finish()
@@ -75,11 +81,6 @@ class StoreStatusBoard:
             self._number = self._store.add(_COUNTER, 1) % _WRITE_STEP
         self._store.set(f"notice {self._number}", text)
         self._store.add(_COUNTER, _WRITE_STEP)
-
-    def _clear(self, size: int) -> None:
-        if self._store.add("let go", 1) == size:
-            for key in getattr(self._store, "list_keys", list)():  # only in newer torch
-                self._store.delete_key(key)
 
     def _read(self) -> None:
         count = self._store.add(_COUNTER, 0)

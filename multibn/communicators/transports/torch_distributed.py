@@ -11,7 +11,7 @@ from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array, HostArray
 from multibn.communicators.channel import Begin, Channel, ChannelCommunicator, Transport
-from multibn.communicators.communicator import Outside, SingleProcess, gather, is_outsiders_marker
+from multibn.communicators.communicator import SingleProcess, gather, is_outsiders_marker
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import inherited, release_gil_at_exit
 from multibn.communicators.polling import Poll, barrier, chain
@@ -42,8 +42,6 @@ class TorchDistributed(ChannelCommunicator):
 
     Raises
     ------
-    ValueError
-        If this process is not part of the group.
     RuntimeError
         If a DeviceMesh has several dimensions: pick one by name, `mesh["dp"]` for example.
     TypeError
@@ -65,8 +63,6 @@ class TorchDistributed(ChannelCommunicator):
     follows_default_group = True
 
     def __init__(self, group: Any = None) -> None:
-        if is_outsiders_marker(group):
-            Outside(group).rank  # noqa: B018 - raises
         if isinstance(group, dist.DeviceMesh):
             group = group.get_group()
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -246,11 +242,10 @@ class _Transport(Transport):
 
     def _device(self) -> torch.device:
         """Return the device for sums in the group. A `LayerPhase` has set the current GPU."""
-        kind = "cpu" if "cpu" in self._backends else next(iter(self._backends))
-        if kind == "cuda":
-            bound: Any = getattr(self._group(), "bound_device_id", None)
-            return bound or torch.device("cuda", torch.cuda.current_device())
-        return torch.device(kind)
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        bound: Any = getattr(self._group(), "bound_device_id", None)
+        return bound or torch.device(next(iter(self._backends)))
 
     def close(self, *, failed: bool, at_exit: bool = False) -> None:
         if self.board is not None and not failed:  # the network may be broken after a failure
@@ -275,16 +270,11 @@ class _Transport(Transport):
 
 def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return the group of these global ranks. Collective over these ranks in the first call."""
-    where, size = "no process group is initialised", 0
-    remedy = "Call torch.distributed.init_process_group() first."
-    if dist.is_initialized():
-        size = dist.get_world_size()
-        where = f"this is rank {dist.get_rank()} of {size}"
-        remedy = "Give the layer another communicator, None for the default one."
-    if max(ranks) >= size or dist.get_rank() not in ranks:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if max(ranks) >= size or rank not in ranks:
         raise RuntimeError(
-            f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
-            f"{where}. {remedy}"
+            f"the communicator was made for ranks {list(ranks)} of torch.distributed, and this is "
+            f"rank {rank} of {size}. Give the layer another communicator, None for the default one."
         )
     key = tuple(sorted(ranks))
     made = world().made

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -204,18 +203,6 @@ def test_a_process_that_ended_is_noticed(ended: int) -> None:
         return "noticed"
 
     assert _on_ranks(2, lose) == ["noticed", ""]
-
-
-def test_a_process_that_ends_while_the_ranks_meet_is_noticed(ended: int) -> None:
-    for space in (shared_memory.pid_space(), "other"):
-        store = dist.HashStore()
-        store.set("rank 1", json.dumps([space != "other", space, ended]))
-        store.add("number of ranks", 1)
-        if space == "other":  # on another machine, the number says nothing
-            assert _met(store, 0, 2) is None
-            continue
-        with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
-            _met(store, 0, 2)
 
 
 def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
