@@ -24,10 +24,6 @@ CASES = ("float32", "float64", "uneven", "empty-rank", "masked", "channels_last"
 SIZES = {True: (64, 224), False: (4, 112)}  # (images per rank, image size) with and without a GPU
 SECONDS = 20.0  # to measure the network; other measurements take a fraction of this time
 VERDICTS = {True: "all results are correct", False: "some results are WRONG"}
-_FASTER = (
-    "shared memory is faster than a gloo allreduce, which wakes gloo's threads and sends through "
-    "sockets"
-)
 _REPEAT = 20  # messages in a step
 
 
@@ -61,7 +57,6 @@ def _torchrun() -> bool:
 
 def _enter() -> Communicator:
     """Return a communicator of the ranks that the launcher started. Collective."""
-    name, size = launched_processes()
     if _torchrun():
         import torch
 
@@ -69,12 +64,7 @@ def _enter() -> Communicator:
         timeout = timedelta(seconds=check_timeout())
         torch.distributed.init_process_group(backend, timeout=timeout)
         return enter_world("gloo")
-    if size > 1 and not importable("mpi4py"):
-        raise ImportError(
-            f"the launcher started {size} processes ({name}={size}), but mpi4py, needed to connect "
-            "them, is not installed: pip install '.[mpi]' in multibn's checkout, or use torchrun."
-        )
-    return enter_world("mpi" if size > 1 else "single process")
+    return enter_world("mpi" if launched_processes()[1] > 1 else "single process")
 
 
 def collect(communicator: Communicator) -> dict[str, Any]:
@@ -120,8 +110,7 @@ def collect(communicator: Communicator) -> dict[str, Any]:
             "machines": len(set(machines)),
             "over": transport or "no communication (one process)",
             "compute on": gpu or "CPU",
-        }
-        | ({"note": _FASTER} if transport == "shared memory" else {}),
+        },
         "numbers": {
             name: {"error": float(f"{e.error:.2g}"), "bound": e.bound, "in": e.quantity}
             | {"verdict": "ok" if e.ratio <= 1 else "WRONG"}

@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -69,16 +68,14 @@ def run(args: argparse.Namespace) -> int:
     multibn parity --model mymodels:pair
     """
     sizes = sorted(set(args.ranks or ([2] if args.model else [1, 2, 4])))
-    if outside := [size for size in sizes if not 1 <= size <= MOST_RANKS]:
-        raise ValueError(f"--ranks must be from 1 to {MOST_RANKS}: got {outside[0]}.")
+    most, limit = MOST_RANKS, ""
     if args.model and not missing("models", "gloo"):
         sys.path.insert(0, os.getcwd())  # ranks find it there, too
         _, _, x, _ = load_pair(args.model, SingleProcess())
-        if sizes[-1] > len(x):  # many functions of Chainer refuse an empty batch
-            raise ValueError(
-                f"--ranks must be {len(x)} or less, the samples of the example input of "
-                f"{args.model}: got {sizes[-1]}."
-            )
+        # Many functions of Chainer refuse an empty batch.
+        most, limit = len(x), f", the samples of the example input of {args.model}"
+    if outside := [size for size in sizes if not 1 <= size <= most]:
+        raise ValueError(f"--ranks must be from 1 to {most}{limit}: got {outside[0]}.")
     options: dict[str, Any] = {"cases": [case.name for case in select(args.cases)]}
     communicators, adapters = [*LAUNCHERS], [*ADAPTERS]
     if args.model:
@@ -88,13 +85,7 @@ def run(args: argparse.Namespace) -> int:
     launches = [(c, n, adapters) for c in communicators for n in sizes if n == 1 or LAUNCHERS[c]]
     if not args.model:
         launches.append(("shard_map", sizes[-1], ["flax"]))
-    verdicts: list[str] = []
-    start = time.monotonic()
-    for number, arguments in enumerate(launches, 1):
-        seconds = time.monotonic() - start
-        progress = f"launch {number} of {len(launches)}, after {seconds:.0f} s"
-        print(progress, file=sys.stderr, flush=True)
-        verdicts += launch(*arguments, **options)
+    verdicts = [verdict for arguments in launches for verdict in launch(*arguments, **options)]
     print(", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).items()))
     return exit_status(verdicts)
 

@@ -40,7 +40,7 @@ def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Array
         xs, dys, masks = case.batches(size, step)
         decay = 1 - (1 / (step + 1) if case.cumulative else MOMENTUM)
         shape = tuple(map(max, *(x.shape for x in xs), xs[0].shape))
-        has_mask = case.padding is not None or any(x.shape != shape for x in xs)
+        has_mask = case.masked_value is not None or any(x.shape != shape for x in xs)
         x, dy, mask = (np.stack([_padded(a, shape) for a in each]) for each in (xs, dys, masks))
         run = _program(case, decay, has_mask, size, over, axis_name)
         repeated = (np.broadcast_to(v, (size, CHANNELS)) for v in (weight, bias))
@@ -53,7 +53,7 @@ def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Array
             part |= _named(step, *y_and_dx, *means, *(v[rank] for v in running))
     for rank, part in enumerate(found):
         layer = _layer(case, 1.0, axis_name, weight, bias, running[0][rank], running[1][rank])
-        eval_mask = None if case.padding is None else np.expand_dims(masks[rank], 1)
+        eval_mask = None if case.masked_value is None else np.expand_dims(masks[rank], 1)
         part[f"{step}/eval"] = np.asarray(layer(xs[rank], use_running_average=True, mask=eval_mask))
     return found
 

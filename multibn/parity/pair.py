@@ -5,6 +5,7 @@ import pkgutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +14,7 @@ from multibn._platform import importable
 from multibn.checkpoint.translate import KEY_NAMES, _translate
 from multibn.communicators import Communicator, SingleProcess
 from multibn.parity import oracle
-from multibn.parity.models import KINDS, ChainerModel, FlaxModel, Model, model_of
+from multibn.parity.models import KINDS, FlaxModel, Model, model_of
 from multibn.parity.oracle import Array
 from multibn.parity.worker import Arrays, Error
 
@@ -116,46 +117,37 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
             f"{path} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
         ) from error
     values = returned if isinstance(returned, tuple | list) else (returned,)
-    adapters = [model for model in map(model_of, values) if model is not None]
-    order = [KINDS.index(type(model)) for model in adapters]
-    if (
-        len(values) != 3
-        or len({*order}) < 2
-        or order != sorted(order)
-        or not isinstance(values[2], np.ndarray)
-    ):
+    models = [model_of(value) for value in values[:2]]
+    kinds: Any = tuple(map(type, models))
+    has_array = len(values) == 3 and isinstance(values[2], np.ndarray)
+    if not has_array or kinds not in combinations(KINDS, 2):
         raise ValueError(
             f"{path} must return two of a torch.nn.Module, a chainer.Link and a flax.nnx.Module, "
             "in this order, and a NumPy array: got "
             f"{', '.join(type(v).__qualname__ for v in values)}."
         )
-    (first, second), x = adapters, values[2]
-    if isinstance(second, ChainerModel) and type(second.link).__name__ == "Classifier":
+    (first, second), x = models, values[2]
+    # Two samples would be normalized to 1 and -1, with dx = 0.
+    if x.dtype.name not in MODEL_BOUNDS or x.shape[:1] < (3,):
         raise ValueError(
-            f"{path} must return a model without a loss: got an L.Classifier. Return the "
-            "classifier's predictor."
+            f"the example input of {path} must be float32 or float64, with 3 or more samples: got "
+            f"{x.dtype} of shape {x.shape}."
         )
-    if x.dtype.name not in MODEL_BOUNDS:
-        raise ValueError(f"the example input must be float32 or float64: got {x.dtype} of {path}.")
-    if len(x) < 3:  # two samples are normalized to 1 and -1, and dx is 0
-        raise ValueError(f"the example input must have 3 or more samples: got {len(x)} of {path}.")
     return first, second, x
 
 
 def _check_call(whose: str, model: Model, x: Array) -> None:
     """Raise unless a model accepts the example input; links without a size get one from it."""
+    expected = (
+        f"{whose} must accept the example input, {x.dtype} of shape {x.shape}, and return an array "
+        "whose first axis is the batch, not a loss: got"
+    )
     try:
         shape = model.evaluate(x).shape
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{whose} must accept the example input, {x.dtype} of shape {x.shape}, and return an "
-            f"array: got {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{expected} {type(error).__name__}: {error}") from error
     if shape[:1] != x.shape[:1]:
-        raise ValueError(
-            f"{whose} must return an array whose first axis is the batch of {len(x)} samples: "
-            f"got shape {shape}. Return the output, not a loss."
-        )
+        raise ValueError(f"{expected} shape {shape}.")
 
 
 def _load(path: str, first: Any, second: Any) -> None:

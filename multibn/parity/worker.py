@@ -13,7 +13,7 @@ import numpy as np
 
 from multibn.communicators import Communicator
 from multibn.parity import oracle
-from multibn.parity.cases import CASES, CHANNELS, EPS, MOMENTUM, Case
+from multibn.parity.cases import BOUNDS, CASES, CHANNELS, EPS, MOMENTUM, Case
 from multibn.parity.oracle import Array
 
 # One rank's arrays by "step/quantity"; gradients of weight and bias are means over the ranks.
@@ -178,7 +178,7 @@ def train(adapter: str, case: Case, communicator: Communicator) -> Arrays:
     rank, size = communicator.rank, communicator.size
     for step in range(case.steps):
         xs, dys, masks = case.batches(size, step)
-        arguments = {} if case.padding is None else {"mask": masks[rank]}
+        arguments = {} if case.masked_value is None else {"mask": masks[rank]}
         y_and_dx = layer.train(xs[rank], dys[rank], **arguments)
         dweight, dbias, *running = (np.asarray(a).copy() for a in layer.state())
         # Average over ranks, as optimizers do. torch's gradients are local, Chainer's are means.
@@ -219,6 +219,6 @@ def compare(adapter: str, case: Case, got: Arrays, rank: int, size: int) -> list
     errors = []
     for key, array in expected(case, rank, size).items():
         quantity = key.rpartition("/")[2]
-        error, bound = oracle.relative_error(got[key], array), case.bound(quantity)
+        error, bound = oracle.relative_error(got[key], array), BOUNDS[case.dtype][quantity]
         errors.append(Error(error / bound, error, bound, quantity, case.name, adapter))
     return errors

@@ -84,7 +84,6 @@ def test_report(launcher: str, size: int, change: str, over: str, tmp_path: Path
     peer = "MPI" if launcher == "mpiexec" else "gloo"
     sums = {f"multibn over {over}", f"{peer} allreduce"}
     expected = {f"message of {C} channels": sums for C in (64, 2048) if size > 1}
-    assert ("note" in report["ranks"]) is (over == "shared memory")
     if change != WITHOUT["torch"]:
         peers = {"multibn", "nn.BatchNorm2d"}
         expected |= {"step of layer": peers, "step of ResNet-50": peers}
@@ -116,18 +115,11 @@ def test_the_report_for_people_ends_with_the_verdict(
     assert re.search(r"^ *\d+ s: checking results", printed.err, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "size, message",
-    [
-        ("2", r"started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), but mpi4py, needed to co"),
-        ("1", r"neither torch nor chainer is installed: pip install '\.\[torch\]' in multibn's"),
-    ],
-)
-def test_what_is_missing_is_named(size: str, message: str, monkeypatch: Any, capsys: Any) -> None:
+def test_what_is_missing_is_named(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(command, "importable", lambda name: False)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     assert cli.main(["check"]) == 2
-    assert re.search(f"multibn check: .*{message}", capsys.readouterr().err)
+    message = "neither torch nor chainer is installed: pip install '.[torch]' in multibn's checkout"
+    assert capsys.readouterr().err == f"multibn check: {message}\n"
 
 
 def test_the_page_has_the_commands_and_sizes_of_the_check() -> None:
