@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,6 @@ FRAMEWORKS = {
 
 # Names that the library that writes the file uses itself.
 _RESERVED = {".npz": {"file", "allow_pickle"}, ".safetensors": {"__metadata__"}}
-
-_HDF5 = (
-    "HDF5 is not supported: load the file with chainer.serializers.load_hdf5, and save it with "
-    "save_npz."
-)
 
 # Zeros compress a thousandfold, so a small file may fill the memory. A file whose content exceeds
 # both limits is rejected as a possible decompression bomb.
@@ -57,14 +52,12 @@ def framework(path: Path, asked: str | None = None) -> str:
     """Return "chainer", "torch" or "flax" from the suffix; `asked` decides for .safetensors."""
     suffix = path.suffix.lower()
     if suffix not in FRAMEWORKS:
-        advice = (
-            "The suffix determines the format: rename the file. Rename a snapshot of Chainer's "
-            f"trainer to {path.name}.npz, and pass `prefix` 'updater/model:main' (--prefix "
-            "updater/model:main) to select the model."
-        )
         raise CheckpointError(
             f"{path}: the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. "
-            f"{_HDF5 if suffix in ('.h5', '.hdf5') else advice}"
+            "The suffix determines the format: rename the file. Rename a snapshot of Chainer's "
+            f"trainer to {path.name}.npz, and pass `prefix` 'updater/model:main' (--prefix "
+            "updater/model:main) to select the model. HDF5 is not supported: load the file with "
+            "chainer.serializers.load_hdf5, and save it with save_npz."
         )
     kinds = ("flax", "torch") if suffix == ".safetensors" else (FRAMEWORKS[suffix],)
     if asked not in (None, *kinds):
@@ -84,9 +77,6 @@ def read(path: Path, prefix: str, asked: str | None = None) -> dict[str, Any]:
             kind = "a folder" if os.path.isdir(path) else "not a regular file (a pipe, for example)"
         raise CheckpointError(f"{path}: {kind}. Pass the path of a checkpoint file.")
     try:
-        with path.open("rb") as file:
-            if file.read(4) == b"\x89HDF":
-                raise CheckpointError(_HDF5)
         return reader(path, prefix)
     except ImportError:  # torch or safetensors is not installed
         raise
@@ -164,6 +154,13 @@ def to_numpy(values: Mapping[str, Any], key: str) -> Array:
     return array_of({key: array}, key)  # only NumPy's dtype shows whether the numbers are real
 
 
+def format_keys(keys: Iterable[str]) -> str:
+    """Quote the first six keys for an error message."""
+    quoted = [f"{key!r:.99}" for key in keys]  # a key in a file may be very long
+    more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""
+    return ", ".join(quoted[:6]) + more
+
+
 def _check_alone(models: set[str]) -> None:
     """Raise if the file contains more than a model; `models` are the prefixes to choose from."""
     if models:
@@ -180,16 +177,11 @@ def _select(
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: array_of(values, key) for key in values if key.startswith(start)}
     if not selected:
-        depth = start.count(separator)
-        near = {separator.join(key.split(separator)[:depth]) for key in values}
-        near = {key for key in near if key.startswith(prefix)}  # `prefix` is incomplete
-        tops = near or {key.split(separator)[0] for key in values}
-        found = ", ".join(f"{key!r:.99}" for key in sorted(tops)[:8]) or "no key"
-        above = asked.removesuffix(prefix).rstrip(separator)
-        top = f" in {above!r}" if above else " at the top"
+        above, depth = asked.removesuffix(prefix), start.count(separator)
+        names = {above + separator.join(key.split(separator)[:depth]) for key in values}
         raise CheckpointError(
-            f"no key starts with the prefix {asked or prefix!r}: found {found}{'' if near else top}"
-            ". Correct or omit `prefix`."
+            f"no key starts with the prefix {asked or prefix!r}: found "
+            f"{format_keys(sorted(names)) or 'no key'}. Correct or omit `prefix`."
         )
     return selected
 
@@ -273,12 +265,8 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
 
 def _read_flax(path: Path, prefix: str) -> dict[str, Any]:
     is_msgpack = path.suffix.lower() == ".msgpack"
-    tree = (
-        flax_variables.read(path)
-        if is_msgpack
-        else import_module("safetensors.numpy").load_file(path)
-    )
-    flat = dict(flax_variables.leaves(tree)) if isinstance(tree, Mapping) else {}
+    read_flat = flax_variables.read if is_msgpack else import_module("safetensors.numpy").load_file
+    flat = read_flat(path)
     collections = {PARAMS, BATCH_STATS}
     tops = {key.split(".")[0] for key in flat}
     if not prefix and PARAMS in tops and (others := sorted(tops - collections)):

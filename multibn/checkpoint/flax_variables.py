@@ -4,7 +4,7 @@ torch has one state dict; flax has two collections: `params`, and `batch_stats` 
 statistics of batch norm.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,6 @@ PARAMS, BATCH_STATS = "params", "batch_stats"
 _STATISTICS = "mean", "var"
 
 
-def leaves(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the array of each leaf of nested dicts."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{path}{name}{SEPARATOR}")
-        else:
-            yield f"{path}{name}", value
-
-
 def with_collections(state: Mapping[str, Any]) -> dict[str, Any]:
     """Prefix each name of a flat state with the array's collection."""
     return {
@@ -33,11 +24,13 @@ def with_collections(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> Any:
-    """Read a file of flax.serialization: nested dicts of arrays."""
+def read(path: Path) -> dict[str, Any]:
+    """Return the arrays in a file of flax.serialization, by their dotted names."""
     from flax import serialization
+    from flax.traverse_util import flatten_dict
 
-    return serialization.msgpack_restore(path.read_bytes())
+    tree = serialization.msgpack_restore(path.read_bytes())
+    return dict(flatten_dict(tree, sep=SEPARATOR))
 
 
 def serialize(state: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ import numpy as np
 from multibn._arrays import from_host
 from multibn._typing import Array, check_bool, check_number
 from multibn.checkpoint import files
-from multibn.checkpoint.translate import format_keys
+from multibn.checkpoint.files import CheckpointError, format_keys
 from multibn.engine.running import pool_running
 
 # How the keys of mean and variance end in torch, Chainer, Keras, Paddle, Haiku and flax.
@@ -118,7 +118,7 @@ def pool_named_states(
     types = [{key: f"{tuple(a.shape)} {a.dtype}" for key, a in s.items()} for s in hosts]
     for i, each in enumerate(types):
         for key, _ in sorted(each.items() ^ types[0].items()):
-            raise files.CheckpointError(
+            raise CheckpointError(
                 f"all states must have {key!r}, with the same shape and dtype: got "
                 f"{types[0].get(key, 'none')} in {sources[0]} and {each.get(key, 'none')} in "
                 f"{sources[i]}. Pool states of one model."
@@ -164,7 +164,7 @@ def pool_named_states(
         )
     unequal = {key for key in hosts[0] if len({host[key].tobytes() for host in hosts}) > 1}
     if unpooled := unequal - pooled.keys():
-        raise files.CheckpointError(
+        raise CheckpointError(
             f"states differ in {format_keys(sorted(unpooled))}, but only running statistics are "
             "pooled by default. Leave these arrays out, rename running statistics to running_mean "
             "and running_var, or average floating-point arrays by average_parameters=True."
@@ -174,7 +174,7 @@ def pool_named_states(
         with np.errstate(over="ignore"):
             result[key] = from_host(np.asarray(a), states[0][key])
         if np.any(np.isfinite(a) & ~np.isfinite(files.to_numpy(result, key))):
-            raise files.CheckpointError(
+            raise CheckpointError(
                 f"{key!r} is too large for {result[key].dtype}. Pool float32 states."
             )
     return result

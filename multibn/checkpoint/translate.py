@@ -5,13 +5,13 @@ variances. Notes list the information that a file does not contain.
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from multibn._typing import Array, check_number
 from multibn.checkpoint import files, flax_variables
-from multibn.checkpoint.files import CheckpointError
+from multibn.checkpoint.files import CheckpointError, format_keys
 
 # Maps old names of layers or arrays to new ones; None leaves the arrays out.
 Names: TypeAlias = Mapping[str, str | None]
@@ -273,12 +273,6 @@ def _translate(
             "no arrays are left to convert: `names` maps every key to None, or the state is empty."
         )
     notes = []
-    for wrapper in ("module", "_orig_mod"):  # DistributedDataParallel, torch.compile
-        if all(name.startswith(wrapper + new) for name in origins):
-            notes.append(
-                f"all keys start with {wrapper!r}, the prefix of a wrapper: pass `prefix` "
-                f"{wrapper!r} (--prefix {wrapper}) to strip it."
-            )
     if numbered:
         notes.append(
             f"the numbers in {format_keys(numbered)} are kept unchanged, which is correct for a "
@@ -371,10 +365,3 @@ def _counterparts(
 
 def _is_below(key: str, name: str, separator: str) -> bool:
     return not name or key == name or key.startswith(name + separator)
-
-
-def format_keys(keys: Iterable[str]) -> str:
-    """Quote the first six keys for an error message."""
-    quoted = [f"{key!r:.99}" for key in keys]  # a key in a file may be very long
-    more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""
-    return ", ".join(quoted[:6]) + more

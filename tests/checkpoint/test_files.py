@@ -92,7 +92,7 @@ def _cut(path: Path) -> None:
         (lambda path: np.savez(path, W=np.ones(2, np.longdouble)),
          "'W' must be a dense array .* of at most 8 bytes: got float128"),
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"),
-         r"a\.npz: HDF5 is not supported: load the file with chainer\.serial"),
+         "a.npz: cannot be read as .npz .*: the file is damaged, in another format, or contains"),
         (lambda path: make(path.with_suffix(".pt")).rename(path),
          r"must be a dense array or tensor of real .*: got bytes\. .* and \.pt for files of torch"),
         (_cut, r"ValueError\('EOF: reading array data, expected 16 bytes got 12"),
@@ -131,8 +131,12 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
         (script, "optimizer.state", "a dict that maps str to tensors: got dict"),
         ({"ema": model, "model": model}, "", r"`prefix` 'ema' or 'model' \(--prefix ema\)"),
         ({"model": {"steps": 3}}, "", "'model' must be a dense array or .* real .*: got dict. Sel"),
-        ({"all": {"model": {}}}, "all.model", r"'all\.model': found no key in 'all\.model'\. Corr"),
-        (nested, "all.model.x", r"prefix 'all\.model\.x': found 'bn', .* in 'all\.model'"),
+        (
+            {"all": {"model": {}}},
+            "all.model",
+            r"the prefix 'all\.model': found no key\. Correct or",
+        ),
+        (nested, "all.model.x", r"'all\.model\.x': found 'all\.model\.bn', 'all\.model\.[a-z]+'"),
         ([model], "", "must contain a dict that maps str to tensors: got list. Save `model.st"),
     ):
         torch.save(state, path)
@@ -268,8 +272,7 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         ("a.npz", "b",
          r"got 'none'\. The suffix determines .*: rename the file\. .* b\.npz, and pass `p"),
         ("a.h5", "a.pt",
-         r"got '\.h5'\. HDF5 is not supported: load the file with .*load_hdf5, and save"),
-        ("a.npz", "a.hdf5", "HDF5 is not supported"),
+         r"got '\.h5'\. .* HDF5 is not supported: load the file with .*load_hdf5, and save"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / src, tmp_path / dst)
@@ -279,7 +282,7 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
             convert(source, tmp_path / dst)
     with pytest.raises(OSError, match=rf"no such folder: create it first: '{tmp_path}/none'$"):
         convert(source, tmp_path / "none/b.pt")
-    with pytest.raises(CheckpointError, match=r"starts with the prefix 'b': found 'bn'\. Correct"):
+    with pytest.raises(CheckpointError, match=r"starts with the prefix 'b': found 'bn', 'fc'"):
         convert(source, tmp_path / "b.pt", prefix="b")
     assert sorted(tmp_path.iterdir()) == before
     assert convert(link, link).state.keys() == convert(source, tmp_path / "b.NPZ").state.keys()
