@@ -120,7 +120,7 @@ def test_a_step_of_masked_micro_batches_equals_one_batch() -> None:
         ({"lengths": np.array([1, 2, 1, -1])}, ValueError, "from 0 to 7, .* got -1 for sample 3"),
     ],
 )  # fmt: skip
-def test_wrong_masks_are_errors_on_every_rank(options: Any, error: Any, message: str) -> None:
+def test_wrong_masks_are_errors_on_all(options: Any, error: Any, message: str) -> None:
     def train(wrong: bool, communicator: ThreadCommunicator) -> None:
         link_of(communicator)(np.zeros((4, C, STEPS)), **(options if wrong else {}))
 

@@ -88,9 +88,7 @@ def check_note(converted: Any, text: str) -> None:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_file_comes_back_from_torch_with_the_same_bits(
-    dtype: str, suffix: str, tmp_path: Path
-) -> None:
+def test_a_file_comes_back_with_the_same_bits(dtype: str, suffix: str, tmp_path: Path) -> None:
     arrays = chainer_arrays(dtype)
     source = make(tmp_path / "model.npz", arrays)
     middle, back = tmp_path / f"model{suffix}", tmp_path / "back.npz"
@@ -151,9 +149,7 @@ def test_notes_say_what_becomes_of_chainers_numbers() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt"])
-def test_statistics_under_other_frameworks_names_carry_the_note(
-    suffix: str, tmp_path: Path
-) -> None:
+def test_statistics_of_other_frameworks_carry_the_note(suffix: str, tmp_path: Path) -> None:
     """It is about running statistics that get their names, whatever these were called before."""
     old = "bn/moving_mean" if suffix == ".npz" else "bn.moving_mean"
     source = make(tmp_path / f"a{suffix}", {old: torch.zeros(2)})

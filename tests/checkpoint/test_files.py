@@ -99,9 +99,7 @@ def _cut(path: Path) -> None:
     ],
     ids=["uninitialised", "longdouble", "HDF5", "torch", "cut"],
 )  # fmt: skip
-def test_a_file_that_is_not_what_its_name_says_is_refused(
-    spoil: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_file_unlike_its_name_is_refused(spoil: Any, message: str, tmp_path: Path) -> None:
     spoil(tmp_path / "a.npz")
     refused(tmp_path / "a.npz", message)
 
@@ -160,9 +158,7 @@ def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
     ],
     ids=["sparse", "meta", "float8", "complex"],
 )  # fmt: skip
-def test_tensors_that_numpy_does_not_have_are_refused(
-    value: Any, message: str, tmp_path: Path
-) -> None:
+def test_tensors_that_numpy_lacks_are_refused(value: Any, message: str, tmp_path: Path) -> None:
     torch.save({"fc.weight": value}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", f"'fc.weight' must be {message}")
     if "at most" in message:
@@ -213,13 +209,11 @@ class Made:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", [torch.FloatTensor, torch.Tensor])
-def test_unwritten_memory_is_refused(
-    kind: Any, wrapped: bool, is_zip: bool, tmp_path: Path
-) -> None:
+def test_unwritten_memory_is_refused(kind: Any, nested: bool, is_zip: bool, tmp_path: Path) -> None:
     made = Made(kind, 60)
-    state = tensors() | {"fc.weight": Made(nn.Parameter, made) if wrapped else made}
+    state = tensors() | {"fc.weight": Made(nn.Parameter, made) if nested else made}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
     refused(tmp_path / "a.pt", r"'fc\.weight' must be a tensor whose data is stored in the file: g")
 
@@ -232,9 +226,7 @@ def test_a_storage_that_an_old_file_does_not_fill_is_refused(tmp_path: Path) -> 
     refused(tmp_path / "a.pt", r"ValueError\('a storage has no data'\)")
 
 
-def test_archives_that_would_fill_the_memory_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archives_that_would_fill_the_memory_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 10_000)
     make(tmp_path / "a.npz", {"fc/W": np.zeros((1000, 1000))})
     message = r"decompresses to 8000128 bytes, more than 100 times its file size \(\d+\)"
@@ -310,9 +302,7 @@ def test_what_is_written_has_the_modes_of_a_new_file_and_a_link_stays_one(tmp_pa
 @pytest.mark.parametrize(
     "name, suffix", [("file", ".npz"), ("allow_pickle", ".npz"), ("__metadata__", ".safetensors")]
 )
-def test_names_that_a_library_takes_for_something_else_are_refused(
-    name: str, suffix: str, tmp_path: Path
-) -> None:
+def test_reserved_names_are_refused(name: str, suffix: str, tmp_path: Path) -> None:
     """NumPy would leave the array out, or nobody could read the file."""
     path = tmp_path / f"model{suffix}"
     message = f"'{name}' is a reserved name in {suffix} files. Rename this array with `n"
@@ -322,9 +312,7 @@ def test_names_that_a_library_takes_for_something_else_are_refused(
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
-def test_a_full_disk_is_an_error_and_keeps_the_old_file(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_old_file(suffix: str, tmp_path: Path, monkeypatch: Any) -> None:
     source = make(tmp_path / ("a.npz" if suffix != ".npz" else "a.pt"))
     target = tmp_path / f"dst{suffix}"
     target.write_bytes(BEFORE)
@@ -340,9 +328,7 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_file(
 
 
 @pytest.mark.parametrize("one, other", [(".npz", ".npz"), (".pt", ".safetensors"), (".pt", ".pth")])
-def test_within_a_framework_only_format_and_names_change(
-    one: str, other: str, tmp_path: Path
-) -> None:
+def test_in_a_framework_only_format_and_names_change(one: str, other: str, tmp_path: Path) -> None:
     source, target = make(tmp_path / f"a{one}"), tmp_path / f"b{other}"
     assert convert(source, target).notes == ()
     expected = arrays() if one == ".npz" else tensors()

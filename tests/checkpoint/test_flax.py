@@ -184,9 +184,7 @@ def test_a_network_evaluates_alike_in_every_framework(paths: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("source, target", [*permutations(FRAMEWORKS, 2)])
-def test_each_pair_converts_and_back_bit_for_bit(
-    paths: dict[str, Path], source: str, target: str, tmp_path: Path
-) -> None:
+def test_pairs_convert_bit_for_bit(paths: Any, source: str, target: str, tmp_path: Path) -> None:
     there, back = (tmp_path / f"b{FRAMEWORKS[name].suffix}" for name in (target, source))
     transposed = {
         name: ["up/deconv" if name == "chainer" else "up.deconv"] * ("flax" in (source, target))
@@ -233,9 +231,7 @@ def test_an_embedding_is_named_and_keeps_its_layout(tmp_path: Path) -> None:
     assert state["embed.embedding"].shape == (5, 3)
 
 
-def test_safetensors_of_flax_begin_with_the_collection(
-    paths: dict[str, Path], tmp_path: Path
-) -> None:
+def test_safetensors_of_flax_begin_with_the_collection(paths: Any, tmp_path: Path) -> None:
     convert(paths["torch"], tmp_path / "a.safetensors", target="flax")
     from safetensors.numpy import load_file
 
@@ -257,7 +253,7 @@ def test_a_count_changes_the_convention_of_variances(suffix: str, tmp_path: Path
     np.testing.assert_allclose(back["running_var" if suffix == ".pt" else "avg_var"], 1)
 
 
-def test_what_no_file_shows_is_noted(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_what_no_file_shows_is_noted(paths: Any, tmp_path: Path) -> None:
     notes = " ".join(convert(paths["torch"], tmp_path / "a.msgpack").notes)
     for words in ("eps and momentum", "1 - the momentum of Keras", "permute the rows of the Dense",
                   "running variance is biased", "in `transposed`"):  # fmt: skip
@@ -274,9 +270,7 @@ def test_what_no_file_shows_is_noted(paths: dict[str, Path], tmp_path: Path) -> 
         ({"params": {"w": {"log_scale": np.ones(2)}}}, {}, "no name in torch is known for"),
     ],
 )  # fmt: skip
-def test_what_has_no_counterpart_is_named(
-    tree: Any, options: Any, message: str, tmp_path: Path
-) -> None:
+def test_what_has_no_peer_is_named(tree: Any, options: Any, message: str, tmp_path: Path) -> None:
     path = _save(tmp_path / "a.msgpack", tree)
     with pytest.raises(CheckpointError, match=message):
         convert(path, tmp_path / "a.pt", **options)

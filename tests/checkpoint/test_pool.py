@@ -89,9 +89,7 @@ def test_parameters_are_averaged_on_request_only(framework: str) -> None:
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("framework", ["chainer", "torch"])
 @pytest.mark.parametrize("first", [0, 1, 2, 3])
-def test_the_counters_of_other_states_may_be_of_any_form(
-    first: int, framework: str, average: bool
-) -> None:
+def test_counters_of_other_states_have_any_form(first: int, framework: str, average: bool) -> None:
     """torch loads a counter of another shape or dtype, and a state without one."""
     apart = states(framework) + states(framework)[:1]
     counter = list(apart[0])[2]
@@ -204,9 +202,7 @@ def test_a_state_that_is_not_finite_is_refused_by_name(
         ("running_mean", "running_var"),
     ],
 )
-def test_statistics_are_known_by_the_names_of_each_framework(
-    mean: str, var: str, average: bool
-) -> None:
+def test_statistics_are_known_by_each_frameworks_names(mean: str, var: str, average: bool) -> None:
     """The mean of the variances would be 1."""
     apart = [{mean: np.full(2, m), var: np.ones(2), "bn.scale": np.ones(2)} for m in (0.0, 8.0)]
     pooled = pool_states(apart, [1, 1], average_parameters=average)
@@ -269,9 +265,7 @@ def test_a_negative_variance_is_refused_by_name(tmp_path: Path, capsys: Any) -> 
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
-def test_a_pooled_file_holds_what_pool_states_gives(
-    suffix: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_pooled_file_has_what_pool_states_gives(suffix: str, tmp_path: Path, capsys: Any) -> None:
     framework = "chainer" if suffix == ".npz" else "torch"
     paths = [str(tmp_path / f"{i}{suffix}") for i in range(3)]
     for path, one in zip(paths, states(framework), strict=True):

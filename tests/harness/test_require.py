@@ -8,9 +8,7 @@ from tests.helpers import require
 
 
 @pytest.mark.parametrize("module", require.DEV)
-def test_what_tests_would_skip_for_is_missed_at_once(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_tests_would_skip_for_is_missed(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(pytest.UsageError, match=f"--require dev: .*{module}.* cannot be imported"):
         require.set_required(["dev"])

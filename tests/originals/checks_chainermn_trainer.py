@@ -26,7 +26,6 @@ from chainer.training import extensions  # isort: skip
 
 RUNS = on("mpiexec", 2, needs="chainer")
 
-
 BATCH_SIZE = 4  # of one rank
 NUM_SAMPLES = 32
 NUM_CLASSES = 3

@@ -13,7 +13,6 @@ from tests.originals import slowfast
 
 RUNS = on("torchrun", 2, needs="torch dev")
 
-
 NAIVE: dict[str, Any] = {"weighting": "rank", "running_var": "biased"}
 
 

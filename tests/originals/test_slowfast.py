@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from multibn.torch_backend import (
-    NaiveSyncBatchNorm1d,
-    NaiveSyncBatchNorm2d,
-    NaiveSyncBatchNorm3d,
-    SubBatchNorm3d,
-    get_norm,
-)
+from multibn import torch_backend as tb
 from tests.helpers.slowfast import SubBatchNorm
 from tests.originals import slowfast
 
@@ -26,7 +20,7 @@ TRACKED = pytest.mark.parametrize("norm_type", ["sub_batchnorm", "sync_batchnorm
 def models(norm_type: str, **bn: Any) -> Any:
     """SlowFast's model of a config, and ours."""
     cfg = {"BN": DEFAULTS | {"NORM_TYPE": norm_type} | bn}
-    return slowfast.pair(slowfast.get_norm(cfg), get_norm(cfg))
+    return slowfast.pair(slowfast.get_norm(cfg), tb.get_norm(cfg))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -79,27 +73,27 @@ def load_normal_bn(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     model.load_state_dict(state, strict=True)
 
 
-@pytest.mark.parametrize("zero_init_final_bn", [True, False])
+@pytest.mark.parametrize("zero_init", [True, False])
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_initialization_by_class_finds_the_same_layers(
-    norm_type: str, zero_init_final_bn: bool
-) -> None:
+def test_initialization_by_class_finds_the_same_layers(norm_type: str, zero_init: bool) -> None:
     """MODEL.ZERO_INIT_FINAL_BN; the original's sub-batch norm is not found, and neither is ours."""
     weights = []
     for model in models(norm_type):
-        slowfast.init_weights(model, zero_init_final_bn)
+        slowfast.init_weights(model, zero_init)
         weights.append([model.stem_bn.weight.tolist(), model.a_bn.weight.tolist()])
     assert weights[1] == weights[0]
-    is_zero = zero_init_final_bn and norm_type != "sub_batchnorm"
+    is_zero = zero_init and norm_type != "sub_batchnorm"
     assert weights[1][1] == [0.0 if is_zero else 1.0] * slowfast.C
 
 
 def test_a_naive_layer_is_the_batch_norm_of_its_dimensions() -> None:
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    for k, cls in enumerate((NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d)):
+    for k, cls in enumerate(
+        (tb.NaiveSyncBatchNorm1d, tb.NaiveSyncBatchNorm2d, tb.NaiveSyncBatchNorm3d)
+    ):
         layer = cls(num_features=3)
         assert [isinstance(layer, base) for base in plain] == [k == j for j in range(3)]
-    sub = SubBatchNorm3d(2, num_features=3)
+    sub = tb.SubBatchNorm3d(2, num_features=3)
     assert [m for m in sub.modules() if isinstance(m, nn.BatchNorm3d)] == [sub.bn, sub.split_bn]
     assert slowfast.get_bn_modules(sub) == [sub.bn, sub.split_bn]
 
@@ -109,8 +103,8 @@ def test_running_var_biased_is_biased_in_one_process() -> None:
     x = torch.randn(4, 3, 2, 5, 5, dtype=torch.float64)
     n = x.numel() // 3
     theirs: Any = slowfast.NaiveSyncBatchNorm3d(num_features=3, momentum=1.0).double()
-    default = NaiveSyncBatchNorm3d(num_features=3, momentum=1.0).double()
-    biased = NaiveSyncBatchNorm3d(num_features=3, momentum=1.0, running_var="biased").double()
+    default = tb.NaiveSyncBatchNorm3d(num_features=3, momentum=1.0).double()
+    biased = tb.NaiveSyncBatchNorm3d(num_features=3, momentum=1.0, running_var="biased").double()
     for layer in (theirs, default, biased):
         layer(x)
     torch.testing.assert_close(default.state_dict(), theirs.state_dict())

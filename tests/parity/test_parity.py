@@ -132,9 +132,7 @@ def test_where_nothing_can_run_the_exit_status_is_2(monkeypatch: Any, capsys: An
         assert capsys.readouterr().out.endswith(f"\n{count} not run\n")
 
 
-def test_ranks_that_no_machine_has_are_refused_before_a_launch(
-    monkeypatch: Any, capsys: Any
-) -> None:
+def test_ranks_that_no_machine_has_are_refused(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(command, "launch", lambda *_, **__: ["ok"])
     for number in (-1, 0, 1025, 9999999):
         assert cli.main(["parity", "--ranks", "2", str(number)]) == 2
@@ -321,9 +319,7 @@ def _with_chainermns_link(torch_model: Any, chainer_model: Any) -> None:
         (changed(_with_chainermns_link), "converts: got MultiNodeBatchNormalization of chainermn"),
     ],
 )  # fmt: skip
-def test_what_is_no_pair_is_an_error_before_any_launch(
-    change: Any, message: str, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_wrong_pair_is_refused(change: Any, message: str, monkeypatch: Any, capsys: Any) -> None:
     made = models.pair()
     monkeypatch.setattr(models, "pair", lambda: change(*made))
     monkeypatch.setattr(command, "run_workers", None)

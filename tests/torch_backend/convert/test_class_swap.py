@@ -145,9 +145,7 @@ def _layer(kind: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("sizes", [(2, 0, 4), (4,)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_original_on_the_whole_batch(
-    kind: Any, options: dict[str, Any], sizes: tuple[int, ...]
-) -> None:
+def test_it_is_the_original_on_the_whole_batch(kind: Any, options: Any, sizes: Any) -> None:
     """Outputs, gradients and state, over ranks and alone; a step without any batch changes none."""
     original = _layer(kind, **options)
     steps = [[_input(n, 3 * k + r) for r, n in enumerate(sizes)] for k in range(3)]

@@ -247,9 +247,7 @@ def without_data_and_filled(net: Any) -> Any:
     "change", [parametrized, pruned, without_data_and_assigned, without_data_and_filled]
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_tools_change_a_converted_model_like_a_plain_one(
-    change: Callable[[Any], Any], training: bool
-) -> None:
+def test_tools_change_a_converted_model_like_a_plain_one(change: Any, training: bool) -> None:
     results = []
     for net in (plain().double(), convert_sync_batchnorm(plain().double())):
         torch.manual_seed(0)

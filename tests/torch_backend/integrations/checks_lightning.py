@@ -28,7 +28,6 @@ with frameworks_warnings():
 
 RUNS = on("torchrun", 2, needs="torch lightning")
 
-
 SAMPLES = 20
 BATCH_SIZE = 3
 

@@ -16,15 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import multibn
+from multibn import torch_backend as tb
 from multibn.communicators import Communicator, Group, SingleProcess
 from multibn.communicators.communicator import identity
 from multibn.communicators.transports.torch_distributed import TorchDistributed
-from multibn.torch_backend import (
-    SyncBatchNorm,
-    average_gradients,
-    convert_sync_batchnorm,
-    revert_sync_batchnorm,
-)
 from tests.harness.runs import on, only
 from tests.helpers import launch, require
 
@@ -43,7 +38,7 @@ def _input(world: Communicator, n: int = 4, *shape: int) -> torch.Tensor:
     return torch.randn(n, *(shape or (3, 8, 8)), generator=generator)
 
 
-_layer: Any = SyncBatchNorm
+_layer: Any = tb.SyncBatchNorm
 
 
 def _frames(function: Any) -> tuple[int, int]:
@@ -85,7 +80,7 @@ def check_a_warm_step_makes_few_calls(world: Communicator) -> None:
 def check_copies_share_the_group(world: Communicator) -> None:
     """deepcopy, pickle, torch.save and AveragedModel of a model with a sub-world communicator."""
     group = world.split(world.rank % 2)
-    model = convert_sync_batchnorm(_model(), group)
+    model = tb.convert_sync_batchnorm(_model(), group)
     model(_input(world))
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -124,28 +119,26 @@ def check_process_group_is_what_was_passed(world: Communicator) -> None:
         Group(None, "machine"),
         *_natives(world, everyone),
     ):
-        model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), native)
+        model: Any = tb.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), native)
         passed = native.get_group() if isinstance(native, dist.DeviceMesh) else native
         for layer in (_layer(3, process_group=native), model[0], copy.deepcopy(model)[0]):
             assert layer.process_group is passed
         again: Any = pickle.loads(pickle.dumps(model))[0]
         mine, its = (identity(each.layer_communicator.communicator) for each in (model[0], again))
         assert mine == its
-        convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), again.process_group)
+        tb.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), again.process_group)
         if isinstance(passed, dist.ProcessGroup):
             x = torch.ones(1)
             dist.all_reduce(x, group=model[0].process_group)
             assert x == world.size
-            theirs = convert_sync_batchnorm(nn.SyncBatchNorm(3, process_group=passed))
+            theirs = tb.convert_sync_batchnorm(nn.SyncBatchNorm(3, process_group=passed))
             assert theirs.process_group is passed
-            assert revert_sync_batchnorm(theirs).process_group is passed
+            assert tb.revert_sync_batchnorm(theirs).process_group is passed
 
 
-def check_a_rank_outside_of_the_group_converts_and_is_refused_at_its_first_step(
-    world: Communicator,
-) -> None:
+def check_a_rank_outside_of_the_group_is_refused_at_its_first_step(world: Communicator) -> None:
     for native in _natives(world, [0]):
-        model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), native)
+        model = tb.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), native)
         for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             each.eval()(torch.randn(2, 3, 4, 4))
             expected = pytest.raises(
@@ -160,7 +153,7 @@ def check_a_rank_outside_of_the_group_converts_and_is_refused_at_its_first_step(
 
 def check_saved_model_loads_without_a_group(world: Communicator) -> None:
     """Saved with a sub-world communicator on many ranks, run in eval by a process of its own."""
-    model = convert_sync_batchnorm(_model(), world.split(0 if world.rank < 2 else 1))
+    model = tb.convert_sync_batchnorm(_model(), world.split(0 if world.rank < 2 else 1))
     model(_input(world))
     x = torch.ones(2, 3, 8, 8)
     expected = model.eval()(x)
@@ -182,9 +175,7 @@ def check_saved_model_loads_without_a_group(world: Communicator) -> None:
         assert advice in printed
 
 
-def check_average_gradients_keeps_dtypes_and_counts_missing_ones_as_zero(
-    world: Communicator,
-) -> None:
+def check_average_gradients_keeps_dtypes_and_counts_missing_as_zero(world: Communicator) -> None:
     parameters: list[Any] = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(3)]
     wide, narrow, frozen = parameters
     # Older torch lacks the attribute.
@@ -194,7 +185,7 @@ def check_average_gradients_keeps_dtypes_and_counts_missing_ones_as_zero(
     if world.rank == world.size - 1:
         wide.grad = torch.full((2,), float(world.size), dtype=wide_dtype)
     frozen.requires_grad_(False)
-    average_gradients(parameters, world)
+    tb.average_gradients(parameters, world)
     assert (wide.grad.dtype, narrow.grad.dtype) == (wide_dtype, torch.bfloat16)
     assert wide.grad.tolist() == [1.0] * 2
     assert narrow.grad.tolist() == [(world.size - 1) / 2] * 2

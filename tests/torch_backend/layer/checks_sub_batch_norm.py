@@ -16,7 +16,6 @@ from tests.harness.runs import on, only
 
 RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
 
-
 C = 3
 SPLITS = 2
 

@@ -19,11 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
 from multibn.parity import oracle
-from multibn.torch_backend import (
-    SubBatchNorm1d,
-    SyncBatchNorm,
-    sync_batch_norm,
-)
+from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled as compiled_code
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.spread import spread

@@ -11,15 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from multibn import torch_backend as tb
 from multibn.engine.running import StepAccumulator
 from multibn.kernels import NormArgs, Running
-from multibn.torch import (
-    NaiveSyncBatchNorm2d,
-    SubBatchNorm2d,
-    SyncBatchNorm,
-    convert_sub_batchnorm,
-    convert_sync_batchnorm,
-)
 from multibn.torch_backend.layer.autograd import plan_key
 from tests.helpers.spread import OTHERS
 from tests.torch_backend.convert.test_class_swap import Activated2d
@@ -31,29 +25,29 @@ def _input(*shape: int) -> Tensor:
     return torch.randn(*(shape or (4, 3, 5, 5)), requires_grad=True)
 
 
-def _layer() -> SyncBatchNorm:
-    return SyncBatchNorm(3, fuse_relu=True)
+def _layer() -> tb.SyncBatchNorm:
+    return tb.SyncBatchNorm(3, fuse_relu=True)
 
 
-def _set(**attributes: Any) -> Callable[[SyncBatchNorm], object]:
-    def change(layer: SyncBatchNorm) -> None:
+def _set(**attributes: Any) -> Callable[[tb.SyncBatchNorm], object]:
+    def change(layer: tb.SyncBatchNorm) -> None:
         for name, value in attributes.items():
             setattr(layer, name, value)
 
     return change
 
 
-def _same(layer: SyncBatchNorm) -> None:
+def _same(layer: tb.SyncBatchNorm) -> None:
     """Change nothing of the layer."""
 
 
 # Each option gets another value.
 _CHANGED = {
-    name: _set(**{SyncBatchNorm.Options.attributes.get(name, name): values[0]})
+    name: _set(**{tb.SyncBatchNorm.Options.attributes.get(name, name): values[0]})
     for name, values in OTHERS.items()
 }
 # A row of the guard; what is changed of the layer; and the next input, with a residual perhaps.
-CHANGES: dict[str, tuple[Callable[[SyncBatchNorm], object], Callable[[], Any]]] = {
+CHANGES: dict[str, tuple[Callable[[tb.SyncBatchNorm], object], Callable[[], Any]]] = {
     **{name: (change, lambda: (_input(),)) for name, change in _CHANGED.items()},
     "shape": (_same, lambda: (_input(6, 3, 5, 5),)),
     "strides": (_same, lambda: (_input().to(memory_format=torch.channels_last),)),
@@ -211,10 +205,10 @@ def _masked() -> Callable[[Tensor], Tensor]:
 WAYS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "a layer": _layer,
     "a mask": _masked,
-    "a converted layer with its own forward": lambda: convert_sync_batchnorm(Activated2d(3)),
-    "the parts of convert_sub_batchnorm": lambda: convert_sub_batchnorm(nn.BatchNorm2d(3), 2),
-    "SubBatchNorm2d": lambda: SubBatchNorm2d(num_splits=2, num_features=3),
-    "NaiveSyncBatchNorm2d": lambda: NaiveSyncBatchNorm2d(num_features=3),
+    "a converted layer with its own forward": lambda: tb.convert_sync_batchnorm(Activated2d(3)),
+    "the parts of convert_sub_batchnorm": lambda: tb.convert_sub_batchnorm(nn.BatchNorm2d(3), 2),
+    "SubBatchNorm2d": lambda: tb.SubBatchNorm2d(num_splits=2, num_features=3),
+    "NaiveSyncBatchNorm2d": lambda: tb.NaiveSyncBatchNorm2d(num_features=3),
 }
 
 

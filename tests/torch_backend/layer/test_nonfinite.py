@@ -12,16 +12,8 @@ import torch
 from torch import nn
 
 from multibn import SingleProcess
+from multibn import torch_backend as tb
 from multibn.communicators import nonfinite as nonfinite_batches
-from multibn.torch_backend import (
-    SubBatchNorm2d,
-    SyncBatchNorm,
-    convert_sub_batchnorm,
-    convert_sync_batchnorm,
-    step_statistics,
-    sync_batch_norm,
-    update_bn_stats,
-)
 from tests.helpers.ranks import run_ranks
 
 NEEDS = "torch"
@@ -59,7 +51,7 @@ FORMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_skipped_batch_leaves_no_trace_in_any_form(form: str, momentum: float | None) -> None:
-    layer = SyncBatchNorm(3, momentum=momentum, nonfinite="skip", fuse_relu=True)
+    layer = tb.SyncBatchNorm(3, momentum=momentum, nonfinite="skip", fuse_relu=True)
     FORMS[form](layer, bad().nan_to_num(posinf=1.0))
     before = state(layer)
     x = bad().requires_grad_()
@@ -76,14 +68,14 @@ def test_a_skipped_batch_leaves_no_trace_in_any_form(form: str, momentum: float 
 
 
 def test_batches_of_batches_are_an_error() -> None:
-    layer = SyncBatchNorm(3, affine=False, track_running_stats=False)
+    layer = tb.SyncBatchNorm(3, affine=False, track_running_stats=False)
     with pytest.raises(FloatingPointError, match=r"are not finite: .* on this process"):
         torch.func.vmap(torch.func.vmap(layer))(bad(torch.float32, 2, 2, 4, 3))
 
 
 def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
-    parts = SubBatchNorm2d(2, 3, nonfinite="skip")
-    large = SyncBatchNorm(64, nonfinite="skip")  # by threads
+    parts = tb.SubBatchNorm2d(2, 3, nonfinite="skip")
+    large = tb.SyncBatchNorm(64, nonfinite="skip")  # by threads
     for layer, x in ((parts, bad()), (large, bad(torch.float32, 8, 64, 56, 56))):
         before = state(layer)
         nonfinite_batches._warned_at = -math.inf
@@ -96,7 +88,7 @@ def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_part_that_overflows_leaves_no_trace_of_the_others(compiled: bool) -> None:
     torch._dynamo.reset()
-    layer = convert_sub_batchnorm(SyncBatchNorm(3, nonfinite="skip"), 2)
+    layer = tb.convert_sub_batchnorm(tb.SyncBatchNorm(3, nonfinite="skip"), 2)
     before = state(layer)
     run = torch.compile(layer, backend="aot_eager") if compiled else layer
     y = run(bad())
@@ -116,10 +108,10 @@ def test_a_part_that_overflows_leaves_no_trace_of_the_others(compiled: bool) -> 
 def test_dtype_and_nonfinite_say_whether_a_layer_skips(
     dtype: torch.dtype, nonfinite: Any, skips: bool
 ) -> None:
-    layer = SyncBatchNorm(3, nonfinite=nonfinite)
+    layer = tb.SyncBatchNorm(3, nonfinite=nonfinite)
     before = state(layer)
-    functions = (layer, lambda x: sync_batch_norm(x, nonfinite=nonfinite)[0])
-    converted = convert_sync_batchnorm(nn.BatchNorm2d(3), SingleProcess(), nonfinite=nonfinite)
+    functions = (layer, lambda x: tb.sync_batch_norm(x, nonfinite=nonfinite)[0])
+    converted = tb.convert_sync_batchnorm(nn.BatchNorm2d(3), SingleProcess(), nonfinite=nonfinite)
     for function in (*functions, converted, copy.deepcopy(layer)):
         if not skips:
             with pytest.raises(FloatingPointError, match="are not finite"):
@@ -131,10 +123,10 @@ def test_dtype_and_nonfinite_say_whether_a_layer_skips(
     assert_same(state(layer), before)
     assert repr(layer).endswith(f", nonfinite={nonfinite!r})") == bool(nonfinite)
     with pytest.raises(ValueError, match="`nonfinite` must be one of 'raise', 'skip', None: got"):
-        SyncBatchNorm(3, nonfinite="ignore")  # type: ignore[arg-type]
+        tb.SyncBatchNorm(3, nonfinite="ignore")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [SyncBatchNorm, partial(SubBatchNorm2d, 2)])
+@pytest.mark.parametrize("kind", [tb.SyncBatchNorm, partial(tb.SubBatchNorm2d, 2)])
 def test_evaluation_without_running_statistics_does_as_the_layer_says(kind: Any) -> None:
     def layer(nonfinite: Any) -> nn.Module:
         return nn.Sequential(kind(3, track_running_stats=False, nonfinite=nonfinite)).eval()
@@ -148,11 +140,11 @@ def test_evaluation_without_running_statistics_does_as_the_layer_says(kind: Any)
 @pytest.mark.filterwarnings("ignore:rank 0 of 1 has skipped:RuntimeWarning")
 def test_a_step_with_a_skipped_batch_leaves_no_trace() -> None:
     """A gradient scaler skips the whole step: the sum of its gradients has NaN."""
-    good, layer = bad().nan_to_num(posinf=1.0), SyncBatchNorm(3, momentum=1.0, nonfinite="skip")
+    good, layer = bad().nan_to_num(posinf=1.0), tb.SyncBatchNorm(3, momentum=1.0, nonfinite="skip")
     right = copy.deepcopy(layer)
     for chosen, steps in ((right, [[2 * good]]), (layer, [[good, bad(), 3 * good], [2 * good]])):
         for batches in steps:
-            with step_statistics(chosen):
+            with tb.step_statistics(chosen):
                 for x in batches:
                     chosen(x)
     assert_same(state(layer), state(right))
@@ -160,9 +152,9 @@ def test_a_step_with_a_skipped_batch_leaves_no_trace() -> None:
 
 @pytest.mark.filterwarnings("ignore:rank . of 2 has skipped:RuntimeWarning")
 @pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
-@pytest.mark.parametrize("kind", [SyncBatchNorm, partial(SubBatchNorm2d, 2)])
+@pytest.mark.parametrize("kind", [tb.SyncBatchNorm, partial(tb.SubBatchNorm2d, 2)])
 def test_populations_leave_out_what_other_ranks_have_made_all_skip(
-    estimator: Any, kind: Callable[..., Any]
+    estimator: Any, kind: Any
 ) -> None:
     def population(communicator: Any, sees: bool) -> Any:
         layer = kind(3, process_group=communicator, nonfinite="skip")
@@ -170,7 +162,7 @@ def test_populations_leave_out_what_other_ranks_have_made_all_skip(
         batches = [torch.randn(4, 3, 2, 2, generator=generator) + k for k in range(3)]
         if communicator.rank == 1:
             batches[1][0, 0] = torch.inf
-        update_bn_stats(
+        tb.update_bn_stats(
             nn.Sequential(layer), batches if sees else batches[::2], estimator=estimator,
             process_group=communicator, progress=False,
         )  # fmt: skip
@@ -182,29 +174,29 @@ def test_populations_leave_out_what_other_ranks_have_made_all_skip(
 @pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
 def test_the_first_layer_of_a_pass_tells_of_a_skipped_batch(estimator: Any) -> None:
     handles = SingleProcess(), SingleProcess()
-    layers = (SyncBatchNorm(3, process_group=h, nonfinite="skip") for h in handles)
+    layers = (tb.SyncBatchNorm(3, process_group=h, nonfinite="skip") for h in handles)
     model = nn.Sequential(*layers)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        update_bn_stats(model, [bad()], estimator=estimator, progress=False)
+        tb.update_bn_stats(model, [bad()], estimator=estimator, progress=False)
     skips = [str(w.message) for w in told if "has skipped" in str(w.message)]
     assert ["in layer 0" in text for text in skips] == [True]
 
 
 class _Function(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sync_batch_norm(x, nonfinite="skip")[0]
+        return tb.sync_batch_norm(x, nonfinite="skip")[0]
 
 
 @pytest.mark.filterwarnings("ignore:rank . of 1 has skipped:RuntimeWarning")
 @pytest.mark.parametrize(
     "untracked",
-    [partial(SyncBatchNorm, 1, track_running_stats=False, nonfinite="skip"), _Function],
+    [partial(tb.SyncBatchNorm, 1, track_running_stats=False, nonfinite="skip"), _Function],
     ids=["layer", "function"],
 )
 def test_a_population_has_the_batches_that_a_later_layer_skips(untracked: Any) -> None:
     xs = [torch.randn(8, 1) + k for k in range(3)]
-    first = SyncBatchNorm(1, nonfinite="skip")
+    first = tb.SyncBatchNorm(1, nonfinite="skip")
     later = nn.Sequential(nn.Hardtanh(-0.1, 0.1), nn.Threshold(0.1, torch.inf))
-    update_bn_stats(nn.Sequential(first, later, untracked()), xs, progress=False)
+    tb.update_bn_stats(nn.Sequential(first, later, untracked()), xs, progress=False)
     torch.testing.assert_close(first.running_mean, torch.cat(xs).mean(0))

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,11 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional as F
 
-from multibn.torch_backend import (
-    SubBatchNorm1d,
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-    step_statistics,
-)
+from multibn import torch_backend as tb
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 from tests.torch_backend.steps import checkpointed
 
 NEEDS = "torch"
-
-# Samples of each micro-batch on ranks 0 and 1; a rank may have none.
-STEPS = {
-    "1": [(5, 3)],
-    "2 uneven": [(1, 6), (4, 0)],
-    "5 uneven": [(2, 2), (1, 1), (5, 2), (0, 3), (3, 1)],
-}
 
 
 def data(sizes: Sequence[tuple[int, int]], rank: int) -> list[torch.Tensor]:
@@ -38,45 +25,36 @@ def data(sizes: Sequence[tuple[int, int]], rank: int) -> list[torch.Tensor]:
 
 
 def pair() -> list[Any]:
-    return [SyncBatchNorm(4).double() for _ in "ab"]
+    return [tb.SyncBatchNorm(4).double() for _ in "ab"]
 
 
 def assert_equal(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"momentum": 0.3},
-    {"momentum": None},
-    {"running_var": "unbiased_local"},
-    {"running_var": "biased"},
-]
+# Samples of each micro-batch on ranks 0 and 1. Weightings other than by elements count batches by
+# their elements, so that a step equals one batch only if all ranks divide theirs alike.
+UNEVEN, ALIKE = [(2, 2), (1, 1), (5, 2), (0, 3), (3, 1)], [(2, 6), (1, 3)]
 
 
 @pytest.mark.parametrize(
-    "options, sizes",
-    [*product(OPTIONS, STEPS.values()), ({"weighting": "rank"}, [(2, 6), (1, 3)])],
-    ids=str,
-)
+    "option, value, sizes",
+    [("momentum", 0.3, UNEVEN), ("momentum", None, UNEVEN), ("running_var", "biased", UNEVEN),
+     ("running_var", "unbiased_local", UNEVEN), ("weighting", "rank", ALIKE)],
+)  # fmt: skip
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_step_equals_one_batch(
-    options: dict[str, Any], sizes: list[tuple[int, int]], recomputes: bool
-) -> None:
-    """A rank's own elements are those of all its micro-batches.
-
-    Other weightings count batches by their elements, so that a step equals one batch if all ranks
-    divide theirs alike, and otherwise need not.
-    """
+def test_a_step_equals_one_batch(option: str, value: Any, sizes: Any, recomputes: bool) -> None:
+    """A rank's own elements are those of all its micro-batches."""
 
     def train(communicator: ThreadCommunicator, micro: bool) -> list[torch.Tensor]:
-        layer = SyncBatchNorm(4, process_group=communicator, **options).double()
+        layer = tb.SyncBatchNorm(4, process_group=communicator, **{option: value}).double()
         run: Any = partial(checkpointed, layer) if recomputes and micro else layer
         for _ in range(2):
             xs = data(sizes, communicator.rank)
-            with step_statistics(layer):
+            with tb.step_statistics(layer):
                 for x in xs if micro else [torch.cat(xs)]:
                     run(x.requires_grad_()).square().sum().backward()
-        return [*layer.buffers()][: 1 if "weighting" in options else 3]
+        return [*layer.buffers()][: 1 if option == "weighting" else 3]
 
     found, expected = (run_ranks(2, partial(train, micro=micro)) for micro in (True, False))
     assert_equal(found, expected)
@@ -89,12 +67,12 @@ class OfOwnFactor(nn.BatchNorm1d):
 
 
 def test_a_layer_may_have_a_momentum_of_its_own() -> None:
-    whole, *layers = (convert_sync_batchnorm(OfOwnFactor(4).double()) for _ in "abc")
+    whole, *layers = (tb.convert_sync_batchnorm(OfOwnFactor(4).double()) for _ in "abc")
     xs = data([(4, 0), (2, 0)], 0)
     whole(torch.cat(xs))
     calls: Any = layers[0], torch.compile(layers[1], backend="aot_eager")
     for layer, call in zip(layers, calls, strict=True):
-        with step_statistics(layer):
+        with tb.step_statistics(layer):
             for x in xs:
                 call(x)
         assert_equal([*layer.buffers()][:2], [*whole.buffers()][:2])
@@ -104,7 +82,7 @@ def test_a_step_moves_buffers_that_were_replaced_inside_of_it() -> None:
     layer, expected = pair()
     (x,) = data([(6, 0)], 0)
     layer.float()
-    with step_statistics(layer):
+    with tb.step_statistics(layer):
         layer(x.float())
         layer.double()
         layer.momentum = 0.5
@@ -117,7 +95,7 @@ def test_evaluation_during_a_step_adds_nothing() -> None:
     layer, expected = pair()
     (x, z) = data([(6, 0), (3, 0)], 0)
     before = layer.eval()(z)
-    with step_statistics(layer):
+    with tb.step_statistics(layer):
         layer.train()(x)
         assert torch.equal(layer.eval()(z), before)
     expected(x)
@@ -129,11 +107,11 @@ def test_nothing_changes_without_a_batch_or_after_an_exception() -> None:
     (x,) = data([(6, 0)], 0)
     layer(x)
     before = copy.deepcopy(layer.state_dict())
-    with step_statistics(layer):
+    with tb.step_statistics(layer):
         layer(x[:0])
-    with pytest.raises(ValueError, match="must have 4 channels"), step_statistics(layer):
+    with pytest.raises(ValueError, match="must have 4 channels"), tb.step_statistics(layer):
         layer(layer(x)[:, :3])
-    with step_statistics(layer):
+    with tb.step_statistics(layer):
         pass
     assert_equal(layer.state_dict(), before, 0)
     layer(x)  # the step is over
@@ -143,9 +121,9 @@ def test_nothing_changes_without_a_batch_or_after_an_exception() -> None:
 def test_a_step_inside_of_a_step_belongs_to_the_outer_one() -> None:
     layer, expected = pair()
     xs = data([(6, 0), (3, 0), (2, 0)], 0)
-    with step_statistics(layer):
+    with tb.step_statistics(layer):
         layer(xs[0])
-        with step_statistics(nn.Sequential(layer)):
+        with tb.step_statistics(nn.Sequential(layer)):
             layer(xs[1])
         assert layer.num_batches_tracked == 0
         layer(xs[2])
@@ -156,7 +134,7 @@ def test_a_step_inside_of_a_step_belongs_to_the_outer_one() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
 def test_a_model_is_compiled_again_for_steps_once_only() -> None:
     torch._dynamo.reset()
-    model = nn.Sequential(SyncBatchNorm(4, momentum=None), SubBatchNorm1d(2, 4)).double()
+    model = nn.Sequential(tb.SyncBatchNorm(4, momentum=None), tb.SubBatchNorm1d(2, 4)).double()
     eager = copy.deepcopy(model)
     graphs = []
 
@@ -170,7 +148,7 @@ def test_a_model_is_compiled_again_for_steps_once_only() -> None:
         each(xs[0])
         compiled_after = []
         for _ in range(2):
-            with step_statistics(each):
+            with tb.step_statistics(each):
                 for x in xs:
                     each(x).square().sum().backward()
             compiled_after.append(len(graphs))
@@ -183,6 +161,6 @@ def test_a_model_is_compiled_again_for_steps_once_only() -> None:
 def test_a_model_without_layers_of_this_package_is_refused() -> None:
     with (
         pytest.raises(ValueError, match=r"must have a layer of multibn\.torch: got none in"),
-        step_statistics(nn.BatchNorm1d(4)),
+        tb.step_statistics(nn.BatchNorm1d(4)),
     ):
         pass

@@ -14,9 +14,7 @@ from tests.helpers.pages import programs
 RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
 
 
-def check_a_network_of_many_widths_trains_and_is_calibrated_as_in_one_process(
-    world: Communicator,
-) -> None:
+def check_many_widths_train_and_are_calibrated_as_in_one_process(world: Communicator) -> None:
     """The network of docs/recipes/sub-networks.md, on batches of unequal sizes."""
     defined: dict[str, Any] = {}
     exec(programs("docs/recipes/sub-networks.md")["subnets.py"].split("dist.init")[0], defined)

@@ -38,9 +38,7 @@ OTHERS_OF_SAMPLES: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_an_option_of_a_norm_of_samples_does_what_it_says(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_options_of_norms_of_samples_do_what_they_say(name: str, options: dict[str, Any]) -> None:
     kind, peer_kind = OF_SAMPLES[name]
     nonfinite = {key: v for key, v in options.items() if key == "nonfinite"}
     peer: Any = peer_kind(6, dtype=torch.float64, **(options if not nonfinite else {}))

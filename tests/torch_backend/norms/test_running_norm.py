@@ -1,4 +1,4 @@
-"""RunningNorm in one process."""
+"""RunningNorm in one process, and the example and states of docs/guides/who-shares-what.md."""
 
 import copy
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multibn import SingleProcess
 from multibn.torch_backend import RunningNorm
+from tests.helpers import launch, require
 
 NEEDS = "torch"
 
@@ -73,3 +74,32 @@ def test_wrong_arguments_are_named() -> None:
             norm.update(wrong)
     with pytest.raises(ValueError, match="`mask` must have the shape of the input"):
         norm.update(torch.ones(3, 2), mask=torch.ones(2, dtype=torch.bool))
+
+
+def test_the_statistics_of_a_gymnasium_wrapper_load() -> None:
+    require.need("gymnasium")
+    import gymnasium
+
+    env: Any = gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
+    env.reset(seed=0)
+    for _ in range(30):
+        _, _, ended, _, _ = env.step(env.action_space.sample())
+        if ended:
+            env.reset()
+    rms = env.obs_rms
+    norm = RunningNorm(4)
+    names = "mean", "var", "count"
+    norm.load_state_dict({k: torch.tensor(getattr(rms, k), dtype=torch.float64) for k in names})
+    x = np.random.default_rng(0).normal(size=(3, 4))
+    mean, var = (v.astype(np.float64) for v in (rms.mean, rms.var))
+    right = (x - mean) / np.sqrt(var + 1e-8)
+    np.testing.assert_allclose(norm(torch.tensor(x)).numpy(), right, rtol=1e-12)
+    assert float(norm.get_buffer("count")) == float(rms.count)
+
+
+@pytest.mark.launches
+def test_the_example_trains_with_and_without_sharing() -> None:
+    require.need("gymnasium")
+    output = launch.run("torchrun", 2, "examples/observations.py", "--rollouts", "1").stdout
+    assert "one normalizer of all ranks: return of rank 0 " in output
+    assert "a normalizer for each rank: return of rank 0 " in output

@@ -10,22 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from multibn import torch_backend as tb
 from multibn.communicators import Communicator
 from multibn.parity.oracle import Array
-from multibn.torch_backend import (
-    NaiveSyncBatchNorm1d,
-    SubBatchNorm1d,
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-    sync_running_stats,
-    update_bn_stats,
-)
 from tests.harness.runs import on, only
 from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 2, 4, needs="torch")
-
 
 C, D = 3, 4
 EPS = 1e-5
@@ -42,10 +34,12 @@ class Kind(NamedTuple):
 
 KINDS = {
     "plain": Kind(lambda c, world: nn.BatchNorm1d(c), 1),
-    "sync": Kind(lambda c, world: SyncBatchNorm(c, process_group=world), 0),
-    "naive": Kind(lambda c, world: NaiveSyncBatchNorm1d(2, num_features=c, process_group=world), 2),
-    "sub": Kind(lambda c, world: SubBatchNorm1d(2, c), 1, 2),
-    "sub and sync": Kind(lambda c, world: SubBatchNorm1d(2, c, process_group=world), 0, 2),
+    "sync": Kind(lambda c, world: tb.SyncBatchNorm(c, process_group=world), 0),
+    "naive": Kind(
+        lambda c, world: tb.NaiveSyncBatchNorm1d(2, num_features=c, process_group=world), 2
+    ),
+    "sub": Kind(lambda c, world: tb.SubBatchNorm1d(2, c), 1, 2),
+    "sub and sync": Kind(lambda c, world: tb.SubBatchNorm1d(2, c, process_group=world), 0, 2),
 }
 
 
@@ -99,7 +93,7 @@ def _assert_population(layer: Any, xs: Array) -> None:
 
 
 def _precise(model: Any, data: Any, world: Communicator, **options: Any) -> None:
-    update_bn_stats(model, data, process_group=world, progress=False, **options)
+    tb.update_bn_stats(model, data, process_group=world, progress=False, **options)
 
 
 def check_estimates_are_those_of_all_ranks_data(world: Communicator) -> None:
@@ -131,7 +125,7 @@ class Scaled(nn.BatchNorm1d):
 def check_a_rank_without_data_repeats_calls_of_any_arguments(world: Communicator) -> None:
     """Those of a forward pass of its own."""
     options: Any = {"weighting": "rank", "nonfinite": "skip"}
-    own = convert_sync_batchnorm(Scaled(C, eps=0.5, dtype=torch.float64), world, **options)
+    own = tb.convert_sync_batchnorm(Scaled(C, eps=0.5, dtype=torch.float64), world, **options)
 
     def forward(model: Any, x: torch.Tensor) -> None:
         scales = [torch.full((len(x), 1), 2.0), torch.full((len(x), 1), 3.0)]
@@ -152,7 +146,7 @@ def check_a_rank_without_data_finds_none_in_arguments(world: Communicator) -> No
     def forward(model: Any, x: torch.Tensor) -> None:
         model[0](SimpleNamespace(features=x), torch.ones(len(x)))
 
-    own = convert_sync_batchnorm(OfPoints(C, dtype=torch.float64), world)
+    own = tb.convert_sync_batchnorm(OfPoints(C, dtype=torch.float64), world)
     _precise(nn.ModuleList([own]), _loader(world.rank), world, forward_fn=forward)
     _assert_population(own, np.concatenate([x for r in range(world.size) for x in _batches(r)]))
 
@@ -177,7 +171,7 @@ def check_a_layer_that_only_some_ranks_use_is_updated(world: Communicator) -> No
 def check_untracked_layers_are_not_waited_for(world: Communicator) -> None:
     """A synchronized layer without running statistics communicates as well."""
     model: Any = nn.Sequential(
-        SyncBatchNorm(C, track_running_stats=False, process_group=world, dtype=torch.float64),
+        tb.SyncBatchNorm(C, track_running_stats=False, process_group=world, dtype=torch.float64),
         nn.BatchNorm1d(C, dtype=torch.float64),
     )
     _precise(model, _loader(world.rank), world)
@@ -193,7 +187,7 @@ def check_a_model_in_ddp_gets_the_same_statistics(world: Communicator) -> None:
     ):
         expected = copy.deepcopy(layer)
         wrapped = nn.parallel.DistributedDataParallel(layer)
-        update_bn_stats(wrapped, data, progress=False)  # group: the default one
+        tb.update_bn_stats(wrapped, data, progress=False)  # group: the default one
         _precise(expected, data, world)
         torch.testing.assert_close(
             layer.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12
@@ -216,9 +210,9 @@ def check_sync_running_stats_broadcasts_or_pools(world: Communicator) -> None:
     counting = CountingCommunicator(world)
     if world.rank > 0:
         broadcast[0].running_var.fill_(float("nan"))
-    sync_running_stats(broadcast, counting)
-    sync_running_stats(pool, counting, how="pool")
-    sync_running_stats(nn.Linear(2, 2), counting)
+    tb.sync_running_stats(broadcast, counting)
+    tb.sync_running_stats(pool, counting, how="pool")
+    tb.sync_running_stats(nn.Linear(2, 2), counting)
     assert counting.take() == [2 * C + 2 * D + 2, C + D, C + D]
     for i, n in enumerate((C, D)):
         means = np.array([_numbers(i, r, n).numpy() for r in range(world.size)], "float64")

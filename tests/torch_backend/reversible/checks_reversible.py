@@ -18,7 +18,6 @@ from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 2, needs="torch")
 
-
 BLOCKS, CHANNELS = 3, 4
 MODES = ("stored", "reversible")
 

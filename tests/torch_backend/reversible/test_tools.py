@@ -47,9 +47,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 @pytest.mark.parametrize(
     "dtype, wide", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
 )
-def test_wider_streams_give_the_numbers_of_the_stored_run(
-    dtype: torch.dtype, wide: torch.dtype
-) -> None:
+def test_wider_streams_give_the_numbers_of_the_stored_run(dtype: Any, wide: Any) -> None:
     """The recomputation then sees the numbers of the first pass, and what is left is rounding."""
     results = []
     for mode, stream_dtype in [("stored", wide), ("reversible", wide), ("reversible", None)]:
@@ -175,9 +173,7 @@ def is_recomputed(model: Any) -> bool:
     "mode, training, evaluation",
     [("auto", True, False), ("reversible", True, True), ("stored", False, False)],
 )
-def test_mode_and_training_say_what_is_recomputed(
-    mode: Mode, training: bool, evaluation: bool
-) -> None:
+def test_the_mode_says_what_is_recomputed(mode: Mode, training: bool, evaluation: bool) -> None:
     model = build(mode)
     assert is_recomputed(model) == training
     model.eval()
@@ -226,9 +222,7 @@ def expect_equal_step(compiled: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("mode, training", [("auto", False), ("stored", False), ("stored", True)])
-def test_blocks_without_recomputation_compile_to_one_graph(
-    mode: Mode, training: bool, compiler: Callable[..., Any]
-) -> None:
+def test_stored_blocks_compile_to_one_graph(mode: Mode, training: bool, compiler: Any) -> None:
     model = build(mode).train(training)
     expect_equal_step(compiler(model, fullgraph=True), model)
 

@@ -18,7 +18,6 @@ from tests.harness.runs import on
 
 RUNS = on("torchrun", 2, needs="torch")
 
-
 STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
 

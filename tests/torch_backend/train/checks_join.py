@@ -14,25 +14,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from multibn import torch_backend as tb
 from multibn.communicators import Communicator, Group, SingleProcess
 from multibn.communicators.transports.torch_distributed import TorchDistributed
-from multibn.torch_backend import (
-    SubBatchNorm1d,
-    SyncBatchNorm,
-    average_gradients,
-    convert_sub_batchnorm,
-    convert_sync_batchnorm,
-    join,
-    sync_running_stats,
-    update_bn_stats,
-)
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from tests.harness.runs import on
 from tests.helpers.ranks import CountingCommunicator
 from tests.torch_backend.train.test_join import PLACES
 
 RUNS = on("torchrun mpiexec", 3, needs="torch")
-
 
 SIZES = [[3, 5, 2], [4, 1, 2, 6], [2, 3]]  # of the batches of each rank, 3 against 4 against 2
 
@@ -78,18 +68,18 @@ def check_uneven_training_equals_one_process(world: Communicator) -> None:
     expected = whole.state_dict()
     ways = ["average_gradients"] + ["ddp"] * isinstance(world, TorchDistributed)
     for way in ways:
-        inner = convert_sync_batchnorm(_network(), world)
+        inner = tb.convert_sync_batchnorm(_network(), world)
         model = DistributedDataParallel(inner) if way == "ddp" else inner
         optimizer = _optimizer(model)
         num_steps = 0
-        with join(model) as joined:
+        with tb.join(model) as joined:
             for _ in range(2):
                 for batch in joined(_batches(world.rank)):
                     optimizer.zero_grad()
                     losses = F.cross_entropy(model(batch["x"]), batch["target"], reduction="none")
                     joined.mean(losses).backward()
                     if way != "ddp":
-                        average_gradients(model.parameters(), world)
+                        tb.average_gradients(model.parameters(), world)
                     optimizer.step()
                     num_steps += 1
         assert num_steps == 2 * max(map(len, SIZES[: world.size]))
@@ -124,11 +114,11 @@ def check_arrays_of_any_kind_are_compared_or_named(world: Communicator) -> None:
             expect_in_sync(model, world, ignore=patterns)
     named: Any = nn.Linear(1, 1).named_parameters()
     with pytest.raises(TypeError, match=r"`parameters` must be tensors: got tuple\. Pass the mod"):
-        average_gradients(named, world)
+        tb.average_gradients(named, world)
 
 
 def check_a_function_on_some_ranks_and_a_layer_on_others_are_told(world: Communicator) -> None:
-    model = SyncBatchNorm(3, process_group=world)
+    model = tb.SyncBatchNorm(3, process_group=world)
     for place, function in PLACES.items():
         model(torch.ones(2, 3) + world.rank)
         with pytest.raises(RuntimeError, match="the ranks are in different places") as raised:
@@ -138,7 +128,7 @@ def check_a_function_on_some_ranks_and_a_layer_on_others_are_told(world: Communi
 
 def _loop(data: Any, world: Communicator, *, break_off: bool = False) -> int:
     num_steps = 0
-    with join(nn.Flatten(), world) as joined:
+    with tb.join(nn.Flatten(), world) as joined:
         for _ in joined(data):
             num_steps += 1
             if break_off:
@@ -162,7 +152,9 @@ def check_a_group_given_to_all_layers_is_that_of_the_functions(world: Communicat
     pair = world.split(world.rank == 0)
     x = torch.full((2, 1), float(world.rank))
     for group in (SingleProcess(), Group(SingleProcess(), "machine"), pair, world):
-        model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1, momentum=1.0)), group)
+        model: Any = tb.convert_sync_batchnorm(
+            nn.Sequential(nn.BatchNorm1d(1, momentum=1.0)), group
+        )
         model = copy.deepcopy(model)
         norm, ranks = model[0], [[world.rank], [1, 2], [0, 1, 2]][group.size - 1]
         mean = sum(ranks) / len(ranks)
@@ -170,19 +162,19 @@ def check_a_group_given_to_all_layers_is_that_of_the_functions(world: Communicat
         if group is world:
             with pytest.raises(RuntimeError, match=r"1 of 5 .* 0\.running_mean by up to 1 on rank"):
                 expect_in_sync(model)
-        sync_running_stats(model, how="pool")
+        tb.sync_running_stats(model, how="pool")
         assert norm.running_mean.item() == mean
-        update_bn_stats(model, [x], progress=False)
+        tb.update_bn_stats(model, [x], progress=False)
         assert norm.running_mean.item() == mean
         norm.weight.grad = x[0].clone()
-        average_gradients(model)
+        tb.average_gradients(model)
         assert norm.weight.grad.item() == mean
         expect_in_sync(model)
-        with join(model) as joined:
+        with tb.join(model) as joined:
             assert joined.communicator.size == len(ranks)
     if world.rank:
-        alone = convert_sync_batchnorm(nn.BatchNorm1d(1), SingleProcess())
-        shared = convert_sync_batchnorm(nn.BatchNorm1d(1), pair)
+        alone = tb.convert_sync_batchnorm(nn.BatchNorm1d(1), SingleProcess())
+        shared = tb.convert_sync_batchnorm(nn.BatchNorm1d(1), pair)
         unlike = (
             r"different groups: SingleProcess\(\) in 0; .* in 1\. Pass the group of all ranks that"
         )
@@ -192,23 +184,23 @@ def check_a_group_given_to_all_layers_is_that_of_the_functions(world: Communicat
 
 def check_ghost_norms_are_layers_of_a_model_that_all_ranks_train(world: Communicator) -> None:
     """A copy and a pickle, too. SingleProcess() that was given to such a layer is a choice."""
-    ghosts = [SubBatchNorm1d(2, 1), convert_sub_batchnorm(nn.BatchNorm1d(1), 2)]
+    ghosts = [tb.SubBatchNorm1d(2, 1), tb.convert_sub_batchnorm(nn.BatchNorm1d(1), 2)]
     group = None if isinstance(world, TorchDistributed) else world
     for ghost in [pickle.loads(pickle.dumps(copy.deepcopy(layer))) for layer in ghosts]:
-        for rest in (nn.Identity(), convert_sync_batchnorm(nn.BatchNorm1d(1), group)):
+        for rest in (nn.Identity(), tb.convert_sync_batchnorm(nn.BatchNorm1d(1), group)):
             if group is None or not isinstance(rest, nn.Identity):
-                assert join(nn.Sequential(ghost, rest)).communicator.size == world.size
-    assert join(SubBatchNorm1d(2, 1, process_group=SingleProcess())).communicator.size == 1
+                assert tb.join(nn.Sequential(ghost, rest)).communicator.size == world.size
+    assert tb.join(tb.SubBatchNorm1d(2, 1, process_group=SingleProcess())).communicator.size == 1
 
 
 def check_gradients_of_a_parameter_or_an_iterator_may_be_sparse(world: Communicator) -> None:
     weight = nn.Parameter(torch.zeros(1))
     for given in (weight, used_up := iter([weight])):
         weight.grad = torch.full((1,), float(world.rank)).to_sparse()
-        average_gradients(given, world)
+        tb.average_gradients(given, world)
         assert weight.grad.tolist() == [(world.size - 1) / 2]
     with pytest.raises(ValueError, match="`parameters` must have a parameter left: got an exh"):
-        average_gradients(used_up, world)
+        tb.average_gradients(used_up, world)
 
 
 def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
@@ -218,11 +210,11 @@ def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
     x = torch.full((2, 1), float(world.rank))
     helpers: list[Callable[[], object]] = [
         lambda: expect_in_sync(model),
-        lambda: sync_running_stats(model),
-        lambda: update_bn_stats(model, [x], progress=False),
-        lambda: average_gradients(model),
-        lambda: average_gradients(model.parameters()),
-        lambda: join(model).__enter__(),
+        lambda: tb.sync_running_stats(model),
+        lambda: tb.update_bn_stats(model, [x], progress=False),
+        lambda: tb.average_gradients(model),
+        lambda: tb.average_gradients(model.parameters()),
+        lambda: tb.join(model).__enter__(),
     ]
     message = (
         r"`process_group` must say which ranks take part: got None, but the launcher "
@@ -239,7 +231,7 @@ def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
 
 def check_differences_of_models_are_found(world: Communicator) -> None:
     """They are found by the names of the state, and none in layers that have no shape yet."""
-    model = convert_sync_batchnorm(_network(), world)
+    model = tb.convert_sync_batchnorm(_network(), world)
     model.append(nn.BatchNorm1d(5, dtype=torch.bfloat16)).append(nn.LazyLinear(2))
     counting = CountingCommunicator(world)
     expect_in_sync(model, counting)
@@ -299,10 +291,10 @@ def check_gradients_of_other_parameters_name_the_guilty_rank(world: Communicator
             rf"`parameters` must have the same order.* Compared with rank {other}, rank {guilty} "
         )
         with pytest.raises(RuntimeError, match=message + found):
-            average_gradients(model, world)
+            tb.average_gradients(model, world)
     given = [] if world.rank == 1 else nn.Linear(1, 1).parameters()
     with pytest.raises(RuntimeError, match=r"rank 1 lacks parameters\[0\] with"):
-        average_gradients(given, world)
+        tb.average_gradients(given, world)
 
 
 def check_instance_norms_become_equal_and_differences_name_a_cause(world: Communicator) -> None:
@@ -313,7 +305,7 @@ def check_instance_norms_become_equal_and_differences_name_a_cause(world: Commun
     with pytest.raises(RuntimeError, match="Parameters agree, running statistics differ: the"):
         expect_in_sync(model, world)
     mean = (world.size - 1) / 2
-    sync_running_stats(model, world, "pool")
+    tb.sync_running_stats(model, world, "pool")
     assert model[0].running_var.item() == pytest.approx(1 + mean + (world.size**2 - 1) / 12)
     assert model[1].running_var.item() == pytest.approx(1 + mean)
     assert model[0].running_mean.item() == model[1].running_mean.item() == mean
@@ -332,9 +324,9 @@ def check_statistics_that_no_data_have_are_named(world: Communicator) -> None:
         if world.rank == guilty:
             model[number].get_buffer(name).fill_(value)
         if name == "running_mean" and value == -0.2:
-            sync_running_stats(model, world, how)  # a mean may be negative
+            tb.sync_running_stats(model, world, how)  # a mean may be negative
             continue
         message = "running statistics must be finite, and variances not negative: got other values"
         found = rf"{message} in layer {number} on rank\(s\) \[{guilty}\]"
         with pytest.raises(FloatingPointError, match=found):
-            sync_running_stats(model, world, how)
+            tb.sync_running_stats(model, world, how)

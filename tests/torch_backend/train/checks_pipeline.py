@@ -20,7 +20,6 @@ from tests.helpers.pages import programs
 
 RUNS = on("torchrun", 4, needs="torch")
 
-
 NUM_MICRO_BATCHES = 3
 
 

@@ -48,7 +48,7 @@ class _WithoutIterator:
         (_WithoutIterator(), int, RuntimeError, "generator raised StopIteration"),
     ],
 )
-def test_an_error_of_the_data_or_a_batch_size_is_an_error_on_all_ranks(
+def test_an_error_of_the_data_is_one_on_all_ranks(
     data: Any, size_of: Any, kind: Any, message: str
 ) -> None:
     def steps(world: Communicator) -> None:
