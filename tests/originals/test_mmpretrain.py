@@ -13,7 +13,9 @@ print(HOOKS.build(dict(type="multibn.PreciseBNHook")))
 print(MODELS.build(dict(type="multibn.SyncBatchNorm", num_features=4)))
 print(HOOKS.get("multibn.torch_backend.integrations.mmengine.PreciseBNHook").__name__)
 """
-    none, hook, layer, by_path = launch.printed("-c", code).splitlines()
+    none, hook, layer, by_path = launch.printed(
+        "-c", code, interpreter=launch.python()
+    ).splitlines()
     assert none == "None"  # mmengine itself has no hook of this name
     assert hook.startswith("<multibn.torch_backend.integrations.mmengine.PreciseBNHook object")
     assert layer.startswith("SyncBatchNorm(4,")

@@ -148,7 +148,7 @@ def test_a_second_start_finds_its_graphs(tmp_path: Path) -> None:
     variables: Any = {"PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
     variables["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
     python = sys.executable  # the forks after it have another hash seed
-    rows = [("ab", 0, 1, 0), ("ab", 1, 1, 1), ("ab", 0, 3, 1), ("ba", 0, 1, 0)]
+    rows = [("ab", 0, 1, 0), ("ab", 1, 3, 1), ("ba", 0, 1, 0)]
     for *row, hits in rows:
         said = launch.printed(str(program), *map(str, row), interpreter=python, **variables)
         counted = json.loads(said.splitlines()[-1])

@@ -10,19 +10,8 @@ import torch
 from torch import nn
 
 from multibn import SingleProcess
+from multibn import torch_backend as tb
 from multibn.communicators import Communicator, nonfinite
-from multibn.torch_backend import (
-    RunningNorm,
-    SubBatchNorm2d,
-    SyncBatchNorm,
-    SyncBatchNorm2d,
-    SyncBatchRenorm2d,
-    SyncGroupNorm,
-    average_gradients,
-    convert_sync_batchnorm,
-    sync_batch_norm,
-    sync_running_stats,
-)
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from tests.harness.runs import on, only
 from tests.helpers.ranks import refusal
@@ -52,7 +41,7 @@ def _network() -> Any:
 @only(sizes=(2,))
 def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> None:
     """Otherwise a GradScaler finds NaN on all ranks, and all skip the step."""
-    model = nn.Sequential(SyncBatchNorm(3, process_group=world))
+    model = nn.Sequential(tb.SyncBatchNorm(3, process_group=world))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     dy = torch.ones(4, 3)
     dy[0, 0] = torch.nan if world.rank == 1 else 1.0
@@ -81,7 +70,7 @@ def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> Non
     assert scaler.get_scale() <= 2.0**16
 
 
-@only(sizes=(2,))
+@only("torchrun", sizes=(2,))
 def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
     """Rank 1 overflows in step 2 in float16, with a GradScaler, eager and compiled."""
     names = []
@@ -89,12 +78,12 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
         found = []
         for sees in (True, False):
             nonfinite._warned_at = -math.inf
-            model: Any = convert_sync_batchnorm(_network().float(), world)
+            model: Any = tb.convert_sync_batchnorm(_network().float(), world)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
             run = torch.compile(model, backend="aot_eager") if compiled else model
             counting = [
-                m.layer_communicator for m in model.modules() if isinstance(m, SyncBatchNorm)
+                m.layer_communicator for m in model.modules() if isinstance(m, tb.SyncBatchNorm)
             ]
             for step in range(5):
                 x = _parts(world, 2, 3, 8, 8)[world.rank].float() + step
@@ -130,9 +119,9 @@ def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(world: Co
     nonfinite._warned_at = -math.inf
     x, infinite = torch.randn(4, 3), torch.full((4, 3), torch.inf)
     bad, beside_none = (infinite,) * 2 if world.rank == 0 else (x, x[:0])
-    layers = [SyncBatchNorm(3, process_group=world, nonfinite="skip") for _ in range(2)]
+    layers = [tb.SyncBatchNorm(3, process_group=world, nonfinite="skip") for _ in range(2)]
     both = nn.Sequential(*layers)
-    alone = SyncBatchNorm(3, process_group=SingleProcess(), nonfinite="skip")
+    alone = tb.SyncBatchNorm(3, process_group=SingleProcess(), nonfinite="skip")
     if world.rank == 0:  # one whose NaN goes into none of these
         with pytest.warns(RuntimeWarning, match="rank 0 of 1 has skipped") as caught:
             nn.Sequential(alone)(infinite)
@@ -180,7 +169,7 @@ class _Branches(nn.Module):
         self.linear = nn.Linear(3, 4)
         weightings: list[Any] = ["element", "rank", "sample"]
         self.bns = nn.ModuleList(
-            SyncBatchNorm(4, process_group=world, weighting=w) for w in weightings
+            tb.SyncBatchNorm(4, process_group=world, weighting=w) for w in weightings
         )
         self.double()
 
@@ -190,7 +179,7 @@ class _Branches(nn.Module):
         return self.bns[0](y).relu() + self.bns[1](y.sin())
 
 
-@only(sizes=(4,))
+@only("torchrun", sizes=(4,))
 def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
     """Compiled ranks send the messages of the others in their order, whatever their graphs."""
     eager, mixed = _Branches(world), _Branches(world)
@@ -204,7 +193,7 @@ def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
             x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).double()
             y = call(x.requires_grad_())
             width = 40 * (1 + len(results))  # of ever wider messages before the backward pass
-            wide = SyncBatchNorm(width, process_group=world)
+            wide = tb.SyncBatchNorm(width, process_group=world)
             wide(torch.rand(3, width, requires_grad=True)).sum().backward()
             (y * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
             results.append([y, x.grad])
@@ -214,27 +203,27 @@ def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-@only(sizes=(2,))
+@only("torchrun", sizes=(2,))
 def check_an_error_in_traced_code_reaches_all_ranks(world: Communicator) -> None:
     """Rank 0's input is wrong in the first compiled call: the others do not wait for it."""
     x = torch.randn(4, 4, 2, 2)
     layers: list[tuple[Any, torch.Tensor, Any, str]] = [
-        (partial(SubBatchNorm2d, 2, 4), x[:3], ValueError, "got 2 splits for a batch of 3"),
-        (partial(SyncBatchNorm2d, 4), x[0], ValueError, "expected 4D input"),
-        (partial(SyncBatchRenorm2d, 4), x[:, :3], ValueError, "must have 4 channels"),
-        (partial(SyncGroupNorm, 2, 4), x.repeat(1, 2, 1, 1), ValueError, "must have 4 channels"),
-        (partial(SyncBatchNorm, 4), x[:, :3], ValueError, "must have 4 channels"),
-        (partial(SyncBatchNorm, 4), x.long(), TypeError, r"torch\.int64"),
+        (partial(tb.SubBatchNorm2d, 2, 4), x[:3], ValueError, "got 2 splits for a batch of 3"),
+        (partial(tb.SyncBatchNorm2d, 4), x[0], ValueError, "expected 4D input"),
+        (partial(tb.SyncBatchRenorm2d, 4), x[:, :3], ValueError, "must have 4 channels"),
+        (partial(tb.SyncGroupNorm, 2, 4), x.repeat(1, 2, 1, 1), ValueError, "must have 4 channels"),
+        (partial(tb.SyncBatchNorm, 4), x[:, :3], ValueError, "must have 4 channels"),
+        (partial(tb.SyncBatchNorm, 4), x.long(), TypeError, r"torch\.int64"),
     ]
     for make, wrong, kind, message in layers:
         torch._dynamo.reset()
-        whole = make.func is SyncBatchNorm  # the others' own errors break the graph
+        whole = make.func is tb.SyncBatchNorm  # the others' own errors break the graph
         run = torch.compile(make(process_group=world), backend="aot_eager", fullgraph=whole)
         with refusal(world, 0, kind, message):
             run(x if world.rank else wrong)
     with pytest.raises(FloatingPointError, match="are not finite"):
         run(x if world.rank else x / 0)
-    layer = SyncBatchNorm(4, eps=0.5, process_group=world)
+    layer = tb.SyncBatchNorm(4, eps=0.5, process_group=world)
     layer.eps = 0.5 if world.rank else float("inf")
     with refusal(world, 0, ValueError, r"`eps` must be in \[1\.18e-38, inf\): got inf"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
@@ -244,14 +233,14 @@ def check_an_error_in_traced_code_reaches_all_ranks(world: Communicator) -> None
 def check_collective_functions_run_in_compiled_code(world: Communicator) -> None:
     """They break the graph."""
     torch._dynamo.reset()
-    net: Any = convert_sync_batchnorm(_network(), world)
-    seen: Any = RunningNorm(2, process_group=world)
+    net: Any = tb.convert_sync_batchnorm(_network(), world)
+    seen: Any = tb.RunningNorm(2, process_group=world)
     inputs = torch.full((3, 2), 1.0 + world.rank)
 
     @torch.compile(backend="eager")
     def after_backward() -> Any:
-        average_gradients(net, process_group=world)
-        sync_running_stats(net, process_group=world)
+        tb.average_gradients(net, process_group=world)
+        tb.sync_running_stats(net, process_group=world)
         expect_in_sync(net, process_group=world)
         seen.update(inputs)
         seen.synchronize()
@@ -282,7 +271,7 @@ def check_sharded_models_train_like_one_process(world: Communicator) -> None:
     parts = _parts(world, 4, 3, 8, 8)
     whole = _network()
     expected = torch.stack(_train(whole, torch.cat(parts)))
-    inner = convert_sync_batchnorm(_network())
+    inner = tb.convert_sync_batchnorm(_network())
     net = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
     losses = world.allreduce(torch.stack(_train(net, parts[world.rank]))) / world.size
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-11)
@@ -305,7 +294,7 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
             "running_mean": layer.running_mean[part],
             "running_var": layer.running_var[part],
         }
-        found, _ = sync_batch_norm(x, process_group=world, momentum=0.3, **of_layer)
+        found, _ = tb.sync_batch_norm(x, process_group=world, momentum=0.3, **of_layer)
         found.sum().backward()
         torch.testing.assert_close(found, y[3 * world.rank :][:3], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()))
@@ -313,11 +302,13 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
     message = r"with momentum=0\.1; .*\[1\] with momentum=0\.2"
     for options in ({"momentum": 0.2} | own, {}):  # of rank 1
         with pytest.raises(ValueError, match=message if options else r"with momentum=None"):
-            sync_batch_norm(parts[0], process_group=world, **(options if world.rank == 1 else own))
+            tb.sync_batch_norm(
+                parts[0], process_group=world, **(options if world.rank == 1 else own)
+            )
     narrow: Any = {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
     for wrong in ({"running_var": None}, {"momentum": 2}, {"running_var": torch.ones(7)}):
         refused: Any = narrow | wrong
         given = refused if world.rank == 1 else narrow
         with refusal(world, 1, ValueError, r"`(running_mean` and `running_var|momentum)` must "):
-            sync_batch_norm(parts[0][:, :4], process_group=world, **given)
-    sync_batch_norm(parts[0][:, :4], process_group=world, **narrow)  # all is well
+            tb.sync_batch_norm(parts[0][:, :4], process_group=world, **given)
+    tb.sync_batch_norm(parts[0][:, :4], process_group=world, **narrow)  # all is well

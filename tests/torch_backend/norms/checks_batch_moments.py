@@ -61,6 +61,7 @@ def check_values_and_gradients_are_those_of_one_process(world: Communicator) -> 
     torch.testing.assert_close(second, second_of_all[mine], rtol=1e-12, atol=1e-12)
 
 
+@only(sizes=(2,))
 def check_masks_and_compiled_programs_are_as_eager_ones(world: Communicator) -> None:
     parts, _ = _parts(world)
     whole = torch.cat([x[..., 0] for x in parts])

@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from multibn import torch_backend as tb
 from multibn.communicators import Communicator
-from multibn.torch_backend import (
-    SyncGroupNorm,
-    SyncInstanceNorm1d,
-    SyncInstanceNorm2d,
-    SyncInstanceNorm3d,
-)
 from tests.harness.runs import on, only
 from tests.helpers.ranks import CountingCommunicator, refusal
 
@@ -26,12 +21,12 @@ PARTS = {1: [11], 2: [3, 8], 4: [4, 0, 5, 2]}  # of the last axis
 # Of the error's norm, beside that of the oracle's numbers.
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3, torch.float64: 1e-11}
 LAYERS: dict[str, tuple[Any, tuple[int, ...], int]] = {  # with axes before the last, and groups
-    "group": (lambda **o: SyncGroupNorm(3, C, **o), (5, 4), 3),
-    "no parameters": (lambda **o: SyncGroupNorm(2, C, affine=False, **o), (5,), 2),
-    "no bias": (lambda **o: SyncGroupNorm(1, C, eps=0.1, bias=False, **o), (2, 3), 1),
-    "one axis": (lambda **o: SyncInstanceNorm1d(C, **o), (), C),
-    "two axes": (lambda **o: SyncInstanceNorm2d(C, affine=True, **o), (5,), C),
-    "three axes": (lambda **o: SyncInstanceNorm3d(C, track_running_stats=True, **o), (2, 3), C),
+    "group": (lambda **o: tb.SyncGroupNorm(3, C, **o), (5, 4), 3),
+    "no parameters": (lambda **o: tb.SyncGroupNorm(2, C, affine=False, **o), (5,), 2),
+    "no bias": (lambda **o: tb.SyncGroupNorm(1, C, eps=0.1, bias=False, **o), (2, 3), 1),
+    "one axis": (lambda **o: tb.SyncInstanceNorm1d(C, **o), (), C),
+    "two axes": (lambda **o: tb.SyncInstanceNorm2d(C, affine=True, **o), (5,), C),
+    "three axes": (lambda **o: tb.SyncInstanceNorm3d(C, track_running_stats=True, **o), (2, 3), C),
 }
 
 
@@ -114,7 +109,7 @@ def check_parts_of_samples_are_normalized_as_one_process_would(world: Communicat
     assert not wrong, wrong
 
 
-@only(sizes=(2, 4))
+@only("torchrun", sizes=(2,))
 def check_one_compiled_rank_is_beside_eager_ones(world: Communicator) -> None:
     for make, axes, _ in LAYERS.values():
         torch._dynamo.reset()
@@ -138,13 +133,13 @@ def check_another_number_of_samples_or_groups_is_named(world: Communicator) -> N
     cases = [((2, 4), (1, 4)), ((2, 2), (2, 4)), ((2, 4), (4, 2))]
     for samples, groups in [(case[last], case) for case in cases]:
         for calls_before in (0, 1):
-            layer = SyncGroupNorm(samples[1], 4, process_group=world)
+            layer = tb.SyncGroupNorm(samples[1], 4, process_group=world)
             if calls_before and groups[0][1] == groups[1][1]:
                 layer(x[:3])
             with pytest.raises((RuntimeError, ValueError)) as raised:
                 layer(x[: samples[0]])
             errors.append((groups, str(raised.value)))
-    layer = SyncGroupNorm(4, 4, process_group=world)
+    layer = tb.SyncGroupNorm(4, 4, process_group=world)
     torch.testing.assert_close(layer(x), nn.GroupNorm(4, 4)(x))  # all is well
     with refusal(world, rank, ValueError, "must have 4 channels"):
         layer(x[:, :3] if last else x)

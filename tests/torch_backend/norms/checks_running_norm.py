@@ -17,7 +17,7 @@ from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 1, 2, 3, 4, needs="torch")
 
-NUM_SAMPLES, NUM_BATCHES, SAVED_AFTER = 1_000_000, 300, 120
+NUM_SAMPLES, NUM_BATCHES, SAVED_AFTER = 100_000, 300, 120
 MEANS, STDS = np.array([0.0, 1.0, 50.0, -100.0, 3.0]), np.array([1.0, 1.0, 0.5, 1.0, 1e-3])
 C = len(MEANS)
 
