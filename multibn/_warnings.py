@@ -19,5 +19,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn_explicit(message, category, *where, registry)
 
 
+def warn_or_raise(message: str, strict: bool) -> None:
+    """Warn, or raise TypeError if `strict`, unless the message is empty."""
+    if message and strict:
+        raise TypeError(message)
+    if message:
+        warn(message)
+
+
 def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__") or ""

@@ -9,7 +9,7 @@ import chainer
 from chainer import links as L
 
 from multibn._typing import Nonfinite, RunningVar, Weighting, check_bool, list_obstacles, overridden
-from multibn._warnings import warn
+from multibn._warnings import warn, warn_or_raise
 from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization, check_link
 from multibn.communicators import CommunicatorLike
 from multibn.engine.running import is_running_statistic
@@ -68,18 +68,12 @@ def create_mnbn_model(
     """
     check_link("link", link)
     check_bool(strict=strict)
-    make = partial(
-        MultiNodeBatchNormalization,
-        comm=comm,
-        communication_backend=communication_backend,
-        weighting=weighting,
-        avg_var=avg_var,
-        nonfinite=nonfinite,
-    )
+    options: Any = {"weighting": weighting, "avg_var": avg_var, "nonfinite": nonfinite}
+    options_and_group = options | {"comm": comm, "communication_backend": communication_backend}
+    make = partial(MultiNodeBatchNormalization, **options_and_group)
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
     norms: list[L.BatchNormalization] = []
-    requested = vars(LinkOptions(weighting=weighting, avg_var=avg_var, nonfinite=nonfinite))
-    non_default = {k: v for k, v in requested.items() if v != getattr(LinkOptions, k)}
+    requested = {k: v for k, v in options.items() if v != getattr(LinkOptions, k)}
     synchronized: dict[str, str] = {}  # by path: the options that differ from the requested ones
     obstacles = find_unsupported_norms(link)
     # The memo of the deep copy holds the new links, so that they replace the old ones in children,
@@ -87,11 +81,10 @@ def create_mnbn_model(
     memo: dict[int, Any] = {}
     for path, child in link.namedlinks():
         # Do not copy communicators: some constructors are collective.
-        kept = [v for v in vars(child).values() if hasattr(type(v), "allreduce")]
-        memo |= {id(communicator): communicator for communicator in kept}
+        memo |= {id(v): v for v in vars(child).values() if hasattr(type(v), "allreduce")}
         if isinstance(child, MultiNodeBatchNormalization):
             current = vars(LinkOptions.of(child))
-            different = [k for k, v in non_default.items() if current[k] != v]
+            different = [k for k, v in requested.items() if current[k] != v]
             synchronized[path] = ", ".join(f"{k}={current[k]!r}" for k in different)
         if not isinstance(child, L.BatchNormalization):
             continue
@@ -100,26 +93,21 @@ def create_mnbn_model(
             obstacles[path] = f"{type(child).__module__}.{type(child).__qualname__}: {why}"
         else:
             norms.append(child)
-    if kept_options := {path: options for path, options in synchronized.items() if options}:
-        message = list_obstacles(
-            kept_options, "link(s) are synchronized already and keep their own options"
-        )
-        warn(message)
+    if others := {path: different for path, different in synchronized.items() if different}:
+        warn(list_obstacles(others, "link(s) are synchronized already and keep their own options"))
     message = "`link` has no L.BatchNormalization: nothing is converted. "
     message += "Its links are already synchronized." if synchronized else "Pass a model with one."
     if obstacles:
         message = list_obstacles(
             obstacles, "link(s) could not be converted, statistics will not be synchronized"
         )
-    if strict and (obstacles or not norms):
-        raise TypeError(message)
     if obstacles or not norms:
-        warn(message)
+        warn_or_raise(message, strict)
     check_sizes("link", norms)
     for old in norms:
         # The old link's parameters, if there are any, come with its attributes.
-        options: Any = {"decay": old.decay, "eps": old.eps, "axis": old.axis}
-        new = make(old.avg_mean.shape, **options, use_gamma=False, use_beta=False)
+        kept: Any = {"decay": old.decay, "eps": old.eps, "axis": old.axis}
+        new = make(old.avg_mean.shape, **kept, use_gamma=False, use_beta=False)
         memo[id(old)] = new
         new.__dict__.update(copy.deepcopy(old.__dict__, memo), axis=new.axis)
     return copy.deepcopy(link, memo)

@@ -1,19 +1,18 @@
 """Multi-node batch normalization as a function of arrays, for user-defined links."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import chainer
 import numpy as np
 
-from multibn._typing import Array, Nonfinite, Weighting, check_number
+from multibn._typing import Array, Nonfinite, Weighting
 from multibn.chainer_backend import functions
+from multibn.chainer_backend.links import LinkOptions
 from multibn.communicators import CommunicatorLike, as_communicator
-from multibn.communicators.layer_communicator import LayerCommunicator, reject_input
+from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine.plan import NormArgs
 from multibn.kernels import Running
-from multibn.options import NormOptions
 
 
 def multi_node_batch_normalization(
@@ -67,37 +66,30 @@ def multi_node_batch_normalization(
     >>> print(y.array.ravel().round(3), link.avg_mean)
     [-1.  1.] [0.2 0. ]
     """
-    options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
-    compared: dict[str, object] = {"nonfinite": nonfinite}
+    options = LinkOptions(eps=eps, weighting=weighting, nonfinite=nonfinite, decay=decay)
     communicator = LayerCommunicator(
-        as_communicator(comm), lambda: "multi_node_batch_normalization", options=lambda: compared
+        as_communicator(comm),
+        lambda: "multi_node_batch_normalization",
+        options=lambda: vars(options),
     )
-    given = {"running_mean": running_mean, "running_var": running_var}
-    given = {"gamma": gamma, "beta": beta} | {k: v for k, v in given.items() if v is not None}
-    channels = np.shape(chainer.as_array(gamma))
-    try:
+
+    def check_options() -> None:
         options.check()
-        check_number("decay", decay, "[0, 1]")
-        shapes = [np.shape(chainer.as_array(v)) for v in given.values()]
-        if len(set(shapes)) > 1 or len(given) == 3:
-            names = ", ".join(f"`{name}`" for name in given)
+        if (running_mean is None) is not (running_var is None):
             raise ValueError(
-                "`gamma`, `beta`, `running_mean` and `running_var` must have the same shape, and "
-                f"the last two must be given together: got {names} of shapes {shapes}."
+                "`running_mean` and `running_var` must both be arrays, or both None: got one."
             )
-    except (TypeError, ValueError) as error:
-        like = chainer.as_array(x)
-        reject_input(communicator, error, math.prod(channels), like)
-        raise
-    running = Running(running_mean, running_var, 1.0 - decay) if len(given) == 4 else None
-    compared |= vars(options) | {"decay": running and decay}
-    reduced, mask = functions.check_input(
-        x, channels, axis, communicator, mask=mask, lengths=lengths
-    )
-    args = NormArgs(x, gamma, beta, eps, reduced, mask=mask)
+
+    given = {"gamma": gamma, "beta": beta}
+    if running_mean is not None:
+        given |= {"running_mean": running_mean, "running_var": running_var}
+    layout = np.shape(chainer.as_array(gamma)), axis, communicator
+    checked: Any = {"parameters": given, "mask": mask, "lengths": lengths}
+    axis, mask = functions.check_input(x, *layout, check_options=check_options, **checked)
+    args = NormArgs(x, gamma, beta, eps, axis, mask=mask)
     link = SimpleNamespace(layer_communicator=communicator, weighting=weighting)
     plan = functions.prepare(args, link, finetune=False)
-    if not chainer.config.in_recomputing:  # by F.forget
-        args = args._replace(running=running)
+    if running_mean is not None and not chainer.config.in_recomputing:  # by F.forget
+        args = args._replace(running=Running(running_mean, running_var, 1.0 - decay))
     (y,) = functions.BatchNormalization(plan, args).apply([getattr(args, k) for k in plan.given])
     return y

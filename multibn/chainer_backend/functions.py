@@ -1,10 +1,11 @@
 """Multi-node batch normalization as a node of Chainer's graph."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -78,21 +79,21 @@ def check_input(
     communicator: Communicator,
     /,
     *,
-    link: Any = None,
+    check_options: Callable[[], None] = lambda: None,
+    parameters: Mapping[str, Any] = MappingProxyType({}),
     residual: Any = None,
     mask: Any = None,
     lengths: Any = None,
 ) -> tuple[tuple[int, ...], Array | None]:
     """Return the axes to reduce, and the engine's mask.
 
-    Raise unless `x` is floating-point, its other axes have shape `channels`, and the mask, the
-    residual and the options and parameters of `link` are valid. Collective only if it raises: then
-    all ranks raise.
+    Raise unless `x` is floating-point, its other axes have shape `channels`, `check_options` does
+    not raise, and the mask, the residual and the `parameters`, which errors show by name, fit.
+    Collective only if it raises: then all ranks raise.
     """
     array, like, types = chainer.as_array(x), None, chainer.get_array_types()
     try:
-        if link is not None:
-            link.check_options()
+        check_options()
         axis = as_axes(axis, len(channels), getattr(x, "ndim", 0))
         if not isinstance(array, types):
             kind = type(x).__qualname__ + " without an array" * (array is not x)
@@ -111,8 +112,7 @@ def check_input(
             )
         if x.dtype.kind != "f":
             raise statistics.not_floating(x)
-        if link is not None:
-            _check_parameters(link, channels)
+        _check_parameters(parameters, channels)
         if residual is not None:
             check_residual(residual, x, (Variable, *types), "a Variable or an array")
         kernels.select(array)  # may warn, which may be an error of this rank alone
@@ -142,10 +142,9 @@ def as_axes(axis: Any, num_channel_axes: int, ndim: int) -> tuple[int, ...]:
     return axes
 
 
-def _check_parameters(link: Any, channels: tuple[int, ...]) -> None:
+def _check_parameters(parameters: Mapping[str, Any], channels: tuple[int, ...]) -> None:
     """Raise ValueError unless parameters and moving averages have a number for each channel."""
-    for name in ("gamma", "beta", "avg_mean", "avg_var"):
-        v = getattr(link, name)
+    for name, v in parameters.items():
         if v is None and name in ("gamma", "beta"):
             continue
         v = chainer.as_array(v)

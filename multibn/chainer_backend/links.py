@@ -276,9 +276,11 @@ class MultiNodeBatchNormalization(chainer.Link):
             key = functions.plan_key(x, residual, self, finetune)
             plan = communicator.plans.get(key)
         if plan is None:
-            options = {"residual": residual, "mask": mask, "lengths": lengths}
-            layout = np.shape(self.avg_mean), self.axis
-            axis, mask = functions.check_input(x, *layout, communicator, link=self, **options)
+            names = "gamma", "beta", "avg_mean", "avg_var"
+            checked: Any = {"parameters": {name: getattr(self, name) for name in names}}
+            checked |= {"residual": residual, "mask": mask, "lengths": lengths}
+            layout, check = (np.shape(self.avg_mean), self.axis, communicator), self.check_options
+            axis, mask = functions.check_input(x, *layout, check_options=check, **checked)
         else:
             axis = plan.axis
         fields: Any = {"relu": self.fuse_relu, "mask": mask, "residual": residual}

@@ -40,8 +40,6 @@ TANGENT_LEVEL = "_current_level"
 # An attribute of torch.compiler: whether torch.export runs. In torch 2.11, `is_exporting()` is
 # also true in torch.compile.
 IS_EXPORTING = "_is_exporting_flag"
-# A private method of DistributedDataParallel; without it, DDP is not patched.
-ASSIGN_BUFFERS = "_assign_modules_buffers"
 # Holds the default process group. None if torch is built without torch.distributed.
 WORLD = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
 
@@ -52,15 +50,8 @@ def not_compiled(function: _Function) -> _Function:
 
 
 def active_ddp() -> Any:
-    """Return the DistributedDataParallel model whose forward pass is running, if any.
-
-    A torch without this attribute is treated as if no DDP model ran: DDP's `join` is not detected,
-    and its broadcasts are unchanged.
-    """
-    try:
-        return DistributedDataParallel._active_ddp_module
-    except AttributeError:
-        return None
+    """Return the DistributedDataParallel model whose forward pass is running, if any."""
+    return DistributedDataParallel._active_ddp_module
 
 
 def call_context() -> object:
@@ -68,10 +59,7 @@ def call_context() -> object:
 
     In DDP's `join`, each result is unique, so that each call is validated.
     """
-    try:  # not `active_ddp()`, because each call of a layer runs this
-        ddp = DistributedDataParallel._active_ddp_module
-    except AttributeError:
-        ddp = None
+    ddp = DistributedDataParallel._active_ddp_module  # each call of a layer runs this
     world = None if WORLD is None else WORLD.default_pg  # can be destroyed and created again
     if ddp is None:  # weak references, so that a plan keeps neither alive; new ones compare unequal
         return None if world is None else ref(world)

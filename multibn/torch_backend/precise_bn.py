@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from multibn import wire
 from multibn._typing import check_bool, check_choice, check_int
@@ -26,7 +27,7 @@ from multibn.communicators import Communicator, CommunicatorLike, SingleProcess,
 from multibn.communicators.layer_communicator import for_phase
 from multibn.communicators.nonfinite import skips
 from multibn.engine.precise import Estimate, Population, PopulationRun, input_of, length_of
-from multibn.engine.running import PopulationEstimator, StepAccumulator, running_variance
+from multibn.engine.running import PopulationEstimator, running_variance
 from multibn.engine.statistics import OneValueError, aggregate, local_moments
 from multibn.kernels import steps
 from multibn.torch_backend.layer import functional, validation
@@ -44,7 +45,7 @@ _MASK = re.compile("(mask|len|length)s?$")
 def update_bn_stats(
     model: nn.Module,
     data_loader: Iterable[Any],
-    *args: object,
+    *,
     num_samples: int | None = None,
     num_iters: int | None = None,
     estimator: Estimator = "population",
@@ -78,7 +79,7 @@ def update_bn_stats(
     num_samples, num_iters
         Stop after this many samples on all ranks together, in whole batches, or after this many
         batches on each rank. The first tensor of a batch has the samples on its first dimension; of
-        a PackedSequence, its sequences are the samples. Keyword-only: `args` must be empty.
+        a PackedSequence, its sequences are the samples.
     estimator
         `"population"`: exact mean and variance of all elements of the layer's inputs on all ranks,
         for batches of any sizes; the variance is unbiased: times N/(N-1), where N is the number of
@@ -104,9 +105,8 @@ def update_bn_stats(
         `check_sync`.
     TypeError
         If a number is no int or `progress` no bool. If `num_samples` is an int and a batch has no
-        tensor. If `model` is not a module (the arguments may be swapped), if a third argument is
-        passed positionally, or if the model cannot be called with a batch and there is no
-        `forward_fn`.
+        tensor. If `model` is not a module (the arguments may be swapped), or if the model cannot be
+        called with a batch and there is no `forward_fn`.
     RuntimeError
         On the other ranks, if one rank's loader raised.
 
@@ -128,11 +128,6 @@ def update_bn_stats(
     >>> model[0].running_mean
     tensor([5.])
     """
-    if args:
-        raise TypeError(
-            f"update_bn_stats() takes two positional arguments: got {args} after them. fvcore's "
-            "third positional argument is `num_iters=`, a number of batches."
-        )
     check_module(
         "model",
         model,
@@ -157,8 +152,10 @@ def update_bn_stats(
     with _unchanged(inner), torch.no_grad(), ExitStack() as hooks:
         if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
-        for layer in layers:
+        of_torch = [layer for layer in layers if not isinstance(layer.module, SyncNormBase)]
+        for layer in of_torch:
             hooks.enter_context(layer.watched(run))
+        hooks.enter_context(_InputRecorderMode(of_torch))
         _sleep_before_fork()
         early_end = run.run(
             data_loader,
@@ -250,14 +247,13 @@ def _batch_size(batch: Any) -> int:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore modes, buffers (in place) and the states of the default random generators."""
-    modes = [(m, m.training) for m in model.modules()]
     places: list[tuple[dict[str, Any], str, Any]] = []
     tensors: list[Tensor] = []
-    for m, _ in modes:
+    for m in model.modules():
         places += [(m._buffers, name, buffer) for name, buffer in m._buffers.items()]
-        # Suspend a surrounding step_statistics(): these batches are not part of it.
-        if isinstance(vars(m).get("step_accumulator"), StepAccumulator):
-            places += [(vars(m), "step_accumulator", None)]
+        # None suspends a surrounding step_statistics(): these batches are not part of it.
+        attributes = {"training": m.training, "step_accumulator": None}
+        places += [(vars(m), name, v) for name, v in attributes.items() if name in vars(m)]
         tensors += [buffer for buffer in m._buffers.values() if buffer is not None]
         tensors += running_tensors(m) if isinstance(m, _BatchNorm) else []
     before = [t.clone() for t in tensors]
@@ -268,8 +264,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 generators.enter_context(torch.random.fork_rng([device], device_type=device.type))
             yield
     finally:
-        for m, training in modes:
-            m.training = training
         with torch.no_grad():
             for t, value in zip(tensors, before, strict=True):
                 t.copy_(value)
@@ -322,49 +316,31 @@ class _WatchedNorm:
             self.communicator = as_communicator(module.process_group)
         self.num_features = norms[0].num_features
         self.tracking: list[Any] = [norm for norm in norms if norm.running_mean is not None]
+        self.is_recorded = False  # whether the present call has passed its input to `add`
         self.estimator: Population | _MeanOfVar | None = None
         if self.tracking:
             like = self.tracking[0].running_mean
             exact = estimator == "population"
             self.estimator = Population(like) if exact else _MeanOfVar(like, self.communicator)
 
-    @contextmanager
-    def watched(self, run: PopulationRun) -> Iterator[None]:
-        """Pass the inputs of layers that are not multibn's to the estimator.
+    def watched(self, run: PopulationRun) -> RemovableHandle:
+        """Register a hook that adds inputs which `_InputRecorderMode` has not seen.
 
-        Also register each call of an nn.SyncBatchNorm with `run`, to repeat it once this rank has
-        run out of data.
+        These are the inputs of an nn.SyncBatchNorm, whose calls the hook also registers with `run`,
+        to repeat them once this rank has run out of data.
         """
-        is_multibn_layer = isinstance(self.module, SyncNormBase)
-        original_forward = self.module.forward
-        of_torch = type(self.module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-        has_custom_forward = not (is_multibn_layer or of_torch or "forward" in vars(self.module))
-        is_torch_sync_bn = self.communicator.size > 1 and not is_multibn_layer
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = input_of(args, kwargs)
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
             if module is not self.module:  # a shallow copy shares the hooks of its original
                 return
-            if not (is_multibn_layer or has_custom_forward):
+            x = input_of(args, kwargs)
+            if not self.is_recorded:
                 self.add(x)
-            if is_torch_sync_bn and isinstance(x, Tensor):
+            self.is_recorded = False
+            if self.communicator.size > 1 and isinstance(x, Tensor):
                 run.repeat(partial(module, x.new_empty((0, *x.shape[1:]))))
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with _InputRecorderMode(self) as recorder:
-                y = original_forward(*args, **kwargs)
-            if not recorder.has_seen:  # it did not call F.batch_norm
-                self.add(input_of(args, kwargs))
-            return y
-
-        with self.module.register_forward_pre_hook(note, with_kwargs=True):
-            if has_custom_forward:
-                self.module.forward = forward
-            try:
-                yield
-            finally:
-                if has_custom_forward:
-                    del self.module.forward
+        return self.module.register_forward_hook(note, with_kwargs=True)
 
     def add(self, x: Any) -> None:
         """Add an input, unless the layer will reject it."""
@@ -387,16 +363,17 @@ class _WatchedNorm:
 
 
 class _InputRecorderMode(functional.BatchNormMode):
-    """Records the input of each F.batch_norm call that gets the layer's running mean."""
+    """Records the input of each F.batch_norm call that gets the running mean of one of `layers`."""
 
-    def __init__(self, layer: _WatchedNorm) -> None:
+    def __init__(self, layers: Sequence[_WatchedNorm]) -> None:
         super().__init__()
-        self.layer, self.has_seen = layer, False
+        self.layers = layers
 
     def batch_norm(self, input: Any, running_mean: Any, *args: Any, **options: Any) -> Any:
-        if running_mean is self.layer.module.running_mean:
-            self.layer.add(input)
-            self.has_seen = True
+        for layer in self.layers:
+            if running_mean is layer.module.running_mean:
+                layer.add(input)
+                layer.is_recorded = True
         return F.batch_norm(input, running_mean, *args, **options)
 
 

@@ -245,11 +245,11 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
     for wrong, found in (
         (
             {"running_mean": np.zeros(6)},
-            "the last two must be given together: got `gamma`, `beta`, `running",
+            "`running_mean` and `running_var` must both be arrays, or both None: got one",
         ),
         (
             {"running_mean": np.zeros(6), "running_var": np.ones(4)},
-            "must have the same shape, and the last",
+            r"`running_var` must have shape \(6,\), a number for each channel .*: got shape \(4,\)",
         ),
         ({"decay": 3}, r"`decay` must be in \[0, 1\]: got 3"),
     ):

@@ -1,20 +1,15 @@
 """Convert the batch norm layers of a model to synchronized layers, and back."""
 
 from itertools import chain
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
-from multibn._typing import (
-    check_bool,
-    check_int,
-    list_obstacles,
-    overridden,
-)
-from multibn._warnings import warn
+from multibn._typing import check_bool, check_int, list_obstacles, overridden
+from multibn._warnings import warn, warn_or_raise
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import is_running_statistic
@@ -149,16 +144,11 @@ def convert_sync_batchnorm(
     SyncBatchNorm(1, process_group=process_group, **options)
     layers = _find_layers(module, strict)
     if mismatches := _options_mismatch(module, layers, process_group, options):
-        warn(
-            list_obstacles(
-                mismatches,
-                "layer(s) already synchronized with different options were left unchanged",
-            )
-        )
+        consequence = "layer(s) already synchronized with different options were left unchanged"
+        warn(list_obstacles(mismatches, consequence))
     for layer in map(class_swap.swap_class, layers):
-        layer.configure(
-            layer.original_process_group if process_group is None else process_group, **options
-        )
+        group = layer.original_process_group if process_group is None else process_group
+        layer.configure(group, **options)
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
             data_parallel.patch_ddp(part)
@@ -184,9 +174,7 @@ def _options_mismatch(
     return mismatches
 
 
-def convert_sub_batchnorm(
-    module: _Model, num_splits: int, *, strict: bool = False, **others: NoReturn
-) -> _Model:
+def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = False) -> _Model:
     """Make every batch norm normalize each sub-batch with its own statistics (ghost batch norm).
 
     Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for an existing model: a large
@@ -209,8 +197,7 @@ def convert_sub_batchnorm(
     Raises
     ------
     TypeError, ValueError
-        If `num_splits` is no positive int; TypeError for any other option; and as
-        `convert_sync_batchnorm`.
+        If `num_splits` is no positive int; and as `convert_sync_batchnorm`.
 
     Examples
     --------
@@ -220,12 +207,6 @@ def convert_sub_batchnorm(
     >>> layer(torch.tensor([[1.0], [2.0], [3.0], [30.0], [40.0]])).flatten()
     tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
     """
-    if others:
-        raise TypeError(
-            "convert_sub_batchnorm() takes `num_splits` and `strict`: got "
-            f"{', '.join(f'`{name}`' for name in others)}. For a virtual batch size, pass "
-            "num_splits=batch_size // virtual_batch_size."
-        )
     check_int("num_splits", num_splits)
     layer: Any
     for layer in _find_layers(module, strict, splitting=True):
@@ -263,10 +244,7 @@ def _find_layers(module: nn.Module, strict: bool, *, splitting: bool = False) ->
             "synchronized. Frozen norms (as in torchvision's detectors), group norms and layer "
             "norms need no synchronization."
         )
-    if message and strict:
-        raise TypeError(message)
-    if message:
-        warn(message)
+    warn_or_raise(message, strict)
     return layers
 
 

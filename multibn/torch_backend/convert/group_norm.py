@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from multibn._typing import Nonfinite, check_bool, list_obstacles
-from multibn._warnings import warn
+from multibn._warnings import warn_or_raise
 from multibn.communicators import CommunicatorLike
 from multibn.torch_backend.layer.base import check_module
 from multibn.torch_backend.norms import instance_norm
@@ -82,10 +82,7 @@ def convert_sync_groupnorm(
             "`module` must have a group or instance norm of torch: got none in "
             f"{type(module).__qualname__}. convert_sync_batchnorm is for batch norms."
         )
-    if message and strict:
-        raise TypeError(message)
-    if message:
-        warn(message)
+    warn_or_raise(message, strict)
     for layer in layers:
         layer.__class__ = _SYNCHRONIZED[type(layer)]
         layer.configure(process_group, nonfinite=nonfinite)

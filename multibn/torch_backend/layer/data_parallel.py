@@ -13,10 +13,7 @@ from torch import nn
 
 from multibn.communicators import as_communicator
 from multibn.communicators.communicator import identity
-from multibn.torch_backend._torch_private import ASSIGN_BUFFERS, active_ddp
-
-# Undocumented attributes of DDP. If one is missing, DDP is not patched.
-_PRIVATE_DDP_ATTRIBUTES = ASSIGN_BUFFERS, "parameters_to_ignore"
+from multibn.torch_backend._torch_private import active_ddp
 
 _patched: WeakSet[nn.Module] = WeakSet()
 
@@ -34,8 +31,6 @@ def patch_ddp(ddp: Any, /) -> None:
     Not collective; every rank must call it before the same forward pass.
     """
     _patched.add(ddp)
-    if not all(hasattr(ddp, name) for name in _PRIVATE_DDP_ATTRIBUTES):
-        return
     group = as_communicator(ddp.process_group)
     # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
     shared = {

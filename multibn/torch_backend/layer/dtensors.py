@@ -100,14 +100,7 @@ def _localize(args: NormArgs, mesh: Any, shard_dims: tuple[int, ...]) -> NormArg
             "`process_group`."
         )
     if residual is not None:
-        others = getattr(residual, "placements", None)
-        if others != placements or residual.device_mesh != mesh:
-            where = f" on ranks {residual.device_mesh.mesh.tolist()}" if others else ""
-            raise TypeError(
-                f"`residual` must have the placements and the mesh of the input, {placements} on "
-                f"ranks {mesh.mesh.tolist()}: got {others or 'a plain tensor'}{where}. Call "
-                "distribute_tensor or redistribute on it."
-            )
+        _check_placements("`residual`", residual, placements, mesh)
         residual = residual.to_local()
     weight, bias = (_local_parameter(p, mesh, shard_dims) for p in (args.weight, args.bias))
     return args._replace(x=x.to_local(), weight=weight, bias=bias, residual=residual)
@@ -123,15 +116,21 @@ def _local_parameter(p: Any, mesh: Any, shard_dims: tuple[int, ...]) -> Any:
         return p
     from torch.distributed.tensor import Partial, Replicate
 
-    replicated = [Replicate()] * p.device_mesh.ndim
-    if p.device_mesh != mesh or list(p.placements) != replicated:
-        raise TypeError(
-            "parameters and buffers that are DTensors must be Replicate on the mesh of the input, "
-            f"ranks {mesh.mesh.tolist()}: got {p.placements} on ranks "
-            f"{p.device_mesh.mesh.tolist()}. Call redistribute or full_tensor on them."
-        )
+    replicated = (Replicate(),) * mesh.ndim
+    _check_placements("parameters and buffers that are DTensors", p, replicated, mesh)
     gradient = [Partial() if k in shard_dims else r for k, r in enumerate(replicated)]
     return p.to_local(grad_placements=gradient)
+
+
+def _check_placements(what: str, v: Any, placements: tuple[Any, ...], mesh: Any) -> None:
+    """Raise TypeError unless `v` is a DTensor with these placements on `mesh`, the input's."""
+    found = getattr(v, "placements", "a plain tensor")
+    if found != placements or v.device_mesh != mesh:
+        where = f" on ranks {v.device_mesh.mesh.tolist()}" if contains_dtensor([v]) else ""
+        raise TypeError(
+            f"{what} must have placements {placements} on the mesh of the input, ranks "
+            f"{mesh.mesh.tolist()}: got {found}{where}. Call distribute_tensor or redistribute."
+        )
 
 
 def _wrap_output(x: Any, y: Tensor) -> Tensor:

@@ -119,8 +119,13 @@ def sync_batch_norm(
     try:
         options.check()
         check_number("momentum", momentum, "[0, 1]")
-        stats = {"running_mean": running_mean, "running_var": running_var}
-        num_channels = _channels_of({"weight": weight, "bias": bias} | stats)
+        given = {"weight": weight, "bias": bias, "running_mean": running_mean}
+        for name, v in (given | {"running_var": running_var}).items():
+            if not (v is None or isinstance(v, Tensor)):
+                kind = type(v).__qualname__
+                raise TypeError(f"`{name}` must be a torch.Tensor or None: got {kind}.")
+            validation.check_dense(f"`{name}`", v)
+        num_channels = next((len(v) for v in given.values() if v is not None), None)
         if running_mean is not None and running_var is not None:
             running = Running(running_mean, running_var, momentum)
         elif running_mean is not running_var:
@@ -148,22 +153,6 @@ def function_communicator(
         detail=lambda channels: f", C={channels}",
         is_function=True,
     )
-
-
-def _channels_of(tensors: dict[str, Any]) -> int | None:
-    """Return the number of channels of parameters and running statistics; None if all are None."""
-    shapes = []
-    for name, p in tensors.items():
-        if p is None:
-            continue
-        if not isinstance(p, Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor or None: got {type(p).__qualname__}.")
-        validation.check_dense(f"`{name}`", p)
-        shapes.append(tuple(p.shape))
-    if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
-        names = " and ".join(f"`{name}`" for name, p in tensors.items() if p is not None)
-        raise ValueError(f"{names} must have the same shape (C,): got {shapes}.")
-    return shapes[0][0] if shapes else None
 
 
 def normalize_with_batch_stats(

@@ -156,25 +156,21 @@ def check_options(args: NormArgs) -> None:
     shape = x.shape[1:2]
     if 1 in axis or len(axis) != x.ndim - 1:
         shape = channels(x.shape, axis)
-    for name, p in (("weight", args.weight), ("bias", args.bias)):
-        if p is not None and (p.shape != shape or not p.is_floating_point()):
+    parts = [("weight", args.weight), ("bias", args.bias)]
+    if type(running) is Running:
+        parts += [("running_mean", running.mean), ("running_var", running.var)]
+    for name, p in parts:
+        if p is None:
+            continue
+        # The running statistics of splits have one axis.
+        fits = p.shape == shape or ("running" in name and p.numel() == math.prod(shape))
+        if not (fits and p.is_floating_point()):
             raise ValueError(
                 f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input, "
                 f"and a floating-point dtype: got {tuple(p.shape)} and {p.dtype}."
             )
-    parts = [("weight", args.weight), ("bias", args.bias), ("residual", residual)]
-    if type(running) is Running:
-        size, sizes = math.prod(shape), (running.mean.numel(), running.var.numel())
-        if sizes != (size, size):
-            raise ValueError(
-                f"`running_mean` and `running_var` must have {size} numbers each, one for each "
-                f"channel of the input: got {sizes[0]} and {sizes[1]}."
-            )
-        parts += [("running_mean", running.mean), ("running_var", running.var)]
-        for name, p in parts[-2:]:
-            if p is not None and not p.is_floating_point():
-                raise ValueError(f"`{name}` must have a floating-point dtype: got {p.dtype}.")
     if residual is not None:
+        parts.append(("residual", residual))
         check_dense("`residual`", residual)
         check_residual(residual, x, Tensor, "a torch.Tensor")
     device = x.device

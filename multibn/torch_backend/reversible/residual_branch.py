@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -22,6 +23,7 @@ def dtype_or_type_name(x: Any) -> Any:
     return x.dtype if isinstance(x, Tensor) else type(x).__qualname__
 
 
+@dataclass(eq=False)
 class ResidualBranch:
     """F or G of one block in one call.
 
@@ -34,16 +36,11 @@ class ResidualBranch:
     and of the input's device: their states are saved and restored, never seeded.
     """
 
-    def __init__(
-        self,
-        block: int,
-        target: int,
-        module: nn.Module,
-        input_dtype: torch.dtype,
-        scale: Tensor | None,
-    ) -> None:
-        self.block, self.target, self.module = block, target, module
-        self.input_dtype, self.scale = input_dtype, scale
+    block: int
+    target: int
+    module: nn.Module
+    input_dtype: torch.dtype
+    scale: Tensor | None
 
     @cached_property
     def _parts(self) -> list[nn.Module]:
@@ -93,17 +90,13 @@ class ResidualBranch:
             )
         device = inputs[0].device
         self._device = None if device.type in ("cpu", "meta") else device
+        kinds = filter(torch.amp.is_autocast_available, {"cpu", device.type})
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+        ]
         self._training = [part.training for part in self._parts]
         self._constants = [(*place, place[-1]._version) for place in _constants_of(self._parts)]
-        self._autocast = [
-            (
-                device_type,
-                torch.is_autocast_enabled(device_type),
-                torch.get_autocast_dtype(device_type),
-            )
-            for device_type in dict.fromkeys(["cpu", device.type])
-            if torch.amp.is_autocast_available(device_type)
-        ]
         first, self._replay = checkpoint_contexts()
         versions = [t._version for t in inputs]
         before = self._rng_states()
@@ -187,11 +180,9 @@ class ResidualBranch:
         # user's autocast ends. Some versions of torch also return a cached weight that was cast
         # without a gradient to an operation that needs the gradient.
         with contextlib.ExitStack() as stack:
-            for device_type, enabled, dtype in self._autocast:
-                if enabled or torch.is_autocast_enabled(device_type):
-                    stack.enter_context(
-                        torch.autocast(device_type, dtype, enabled, cache_enabled=False)
-                    )
+            for kind, dtype, enabled in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             yield
 
 

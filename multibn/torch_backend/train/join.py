@@ -1,9 +1,7 @@
 """Training on uneven data: a rank that has run out of data continues with empty batches."""
 
 import copy
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import suppress
 from numbers import Number
 from typing import Any, TypeVar
 
@@ -88,7 +86,8 @@ class Joined:
         try:
             for step in steps:
                 self.exhausted = step.batch is END
-                yield _copy_batch(placeholder[0]) if self.exhausted else step.batch
+                # A copy, because the body of the loop may modify its batch.
+                yield _copy(placeholder[0], Tensor.clone) if self.exhausted else step.batch
                 if self._steps is not steps:
                     raise RuntimeError(
                         "this join() loop was resumed after another one had started or its `with` "
@@ -213,17 +212,19 @@ def join(
 
 
 def _make_empty_batch(batch: Any) -> Any:
-    def empty_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            emptied = leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf
-            return emptied.requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, (str, bytes, Number, type(None))):
-            return leaf
-        raise _cannot_empty("contain only tensors, numbers, strings and None", leaf)
-
-    if not any(t.ndim for t in tensors_in(batch)):
+    leaves = list(_leaves(batch))
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, str, bytes, Number, type(None))):
+            raise _cannot_empty("contain only tensors, numbers, strings and None", leaf)
+    if not any(isinstance(t, Tensor) and t.ndim for t in leaves):
         raise _cannot_empty("contain a tensor whose first dimension is the batch", batch)
-    return _map_leaves(empty_leaf, batch)
+    try:
+        empty = _copy(batch, lambda t: t.new_empty((0, *t.shape[1:])) if t.ndim else t.clone())
+    except TypeError as error:  # the constructor takes other arguments
+        raise _cannot_empty("use types that copy.deepcopy can copy", batch) from error
+    if any(t.ndim and len(t) for t in tensors_in(empty)):
+        raise _cannot_empty("use mappings that hold the tensors that they return", batch)
+    return empty
 
 
 def _cannot_empty(wanted: str, got: Any) -> TypeError:
@@ -233,47 +234,29 @@ def _cannot_empty(wanted: str, got: Any) -> TypeError:
     )
 
 
+def _copy(batch: Any, copy_tensor: Callable[[Tensor], Tensor]) -> Any:
+    """Return a deep copy of `batch`, with the results of `copy_tensor` in place of its tensors."""
+    # deepcopy takes for a copy of an object what its memo has under the object's id.
+    tensors = [t for t in _leaves(batch) if isinstance(t, Tensor)]
+    memo = {id(t): copy_tensor(t.detach()).requires_grad_(t.requires_grad) for t in tensors}
+    return copy.deepcopy(batch, memo)
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """Yield the objects in a batch's tuples, lists and mappings, in order."""
+    if isinstance(batch, (list, tuple, MutableMapping)) and not isinstance(batch, PackedSequence):
+        for part in batch.values() if isinstance(batch, MutableMapping) else batch:
+            yield from _leaves(part)
+    else:
+        yield batch
+
+
 def tensors_in(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in order, also those in tuples, lists and mappings.
 
     A PackedSequence gives the tensor of its first step, which has all samples on the first axis.
     """
-    if isinstance(batch, PackedSequence):
-        batch = batch.data[: batch.batch_sizes[0]]
-    if isinstance(batch, (list, tuple, MutableMapping)):
-        parts = batch.values() if isinstance(batch, MutableMapping) else batch
-        return [t for part in parts for t in tensors_in(part)]
-    return [batch] if isinstance(batch, Tensor) else []
-
-
-def _copy_batch(placeholder: Any) -> Any:
-    """Return a copy of the placeholder, because the body of the loop may modify its batch."""
-
-    def copy_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-    with suppress(TypeError):  # `empty` may return a type that _map_leaves cannot construct
-        return _map_leaves(copy_leaf, placeholder)
-    return placeholder
-
-
-def _map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Return `batch` with `function` applied to each item of its tuples, lists and mappings."""
-    if isinstance(batch, MutableMapping):
-        parts = {k: _map_leaves(function, v) for k, v in batch.items()}
-        # A shallow copy of an object that wraps a dictionary may share this dictionary.
-        is_plain = isinstance(batch, (dict, UserDict))
-        mapping = copy.copy(batch) if is_plain else copy.deepcopy(batch)
-        mapping.update(parts)
-        return mapping
-    if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
-        items = [_map_leaves(function, item) for item in batch]
-        try:
-            return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-        except TypeError as error:  # the constructor takes other arguments
-            raise _cannot_empty(
-                "use list and tuple types that can be constructed from an iterable", batch
-            ) from error
-    return function(batch)
+    found = [
+        v.data[: v.batch_sizes[0]] if isinstance(v, PackedSequence) else v for v in _leaves(batch)
+    ]
+    return [v for v in found if isinstance(v, Tensor)]

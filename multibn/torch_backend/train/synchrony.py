@@ -199,8 +199,7 @@ def sync_running_stats(
     is_valid = mean.isfinite() & var.isfinite() & (var >= 0)
     mean = torch.where(is_valid, mean, wire.rank_bit(rank))
     if how == "broadcast":
-        counters_or_none = (m.num_batches_tracked for m in layers.values())
-        counters = [counter for counter in counters_or_none if counter is not None]
+        counters = [c for m in layers.values() if (c := m.num_batches_tracked) is not None]
         buffers = [*means, *variances, *counters]
         mine = torch.cat([mean, var, flat(counters)] if counters else [mean, var])
         # Not zero times the other ranks' buffers, which may hold NaN.
@@ -262,55 +261,56 @@ def average_gradients(
     >>> model.weight.grad
     tensor([[1., 1.]])
     """
-    model = nn.Module()
-    names: Iterator[str] = iter(())
+    model, is_iterator = nn.Module(), isinstance(parameters, Iterator)
     if isinstance(parameters, nn.Module):
         model, named = parameters, dict(parameters.named_parameters())
-        names, parameters = iter(named), [*named.values()]
-    elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
-        parameters = [parameters]
-    is_iterator, parameters = isinstance(parameters, Iterator), list(parameters)
-    if is_iterator and not parameters:
+    else:
+        is_single = isinstance(parameters, Tensor) or not isinstance(parameters, Iterable)
+        listed: Any = [parameters] if is_single else parameters
+        named = {f"parameters[{i}]": p for i, p in enumerate(listed)}
+    if is_iterator and not named:
         raise ValueError(
             "`parameters` must have a parameter left: got an exhausted iterator. Pass the model "
             "or a list."
         )
-    if dtensors.contains_dtensor(parameters):
+    if dtensors.contains_dtensor(named.values()):
         raise TypeError(
             "`parameters` must not be sharded: got a DTensor. FSDP averages gradients by itself: "
             "remove this call."
         )
-    if wrong := [p for p in parameters if not isinstance(p, Tensor)]:
+    if wrong := [p for p in named.values() if not isinstance(p, Tensor)]:
         raise TypeError(
             f"`parameters` must be tensors: got {type(wrong[0]).__qualname__}. Pass the model, or "
             "model.parameters()."
         )
     communicator = participants(model, process_group)
-    dtypes = [getattr(p, "grad_dtype", None) or p.dtype for p in parameters]
-    facts = [
-        {"shape": str(tuple(p.shape)), "dtype": str(dtype), "requires_grad": str(p.requires_grad)}
-        for p, dtype in zip(parameters, dtypes, strict=True)
-    ]
-    is_equal, _ = all_ranks_agree(communicator, "average_gradients", repr(facts))
+    facts = {name: _facts(p) for name, p in named.items()}
+    # Without the names, which may differ: one rank's model may have a wrapper.
+    is_equal, _ = all_ranks_agree(communicator, "average_gradients", repr([*facts.values()]))
     if not is_equal:
-        described = {next(names, f"parameters[{i}]"): each for i, each in enumerate(facts)}
         raise RuntimeError(
             "`parameters` must have the same order, shapes, dtypes and requires_grad on all ranks. "
-            f"{differences(described, communicator)}. Build and freeze the model identically on "
+            f"{differences(facts, communicator)}. Build and freeze the model identically on "
             "all ranks, and do not pass a set."
         )
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for p, dtype in zip(parameters, dtypes, strict=True):
+    for p in named.values():
         if p.requires_grad:
-            by_kind[dtype, p.device].append(p)
+            by_kind[_grad_dtype(p), p.device].append(p)
     for (dtype, _), group in by_kind.items():
-        gradients = flatten_dense_tensors(
-            [
-                (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).to(dtype)
-                for p in group
-            ]
-        )
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
+        gradients = flatten_dense_tensors([g.to(dtype) for g in found])
         # Divide first: the sum may overflow in float16.
         mean = at(communicator, "average_gradients").allreduce(gradients / communicator.size)
         for p, part in zip(group, unflatten_dense_tensors(mean, group), strict=True):
             p.grad = part
+
+
+def _facts(p: Tensor) -> dict[str, str]:
+    shape, dtype = str(tuple(p.shape)), str(_grad_dtype(p))
+    return {"shape": shape, "dtype": dtype, "requires_grad": str(p.requires_grad)}
+
+
+def _grad_dtype(p: Tensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(p, "grad_dtype", None) or p.dtype
+    return dtype

@@ -193,7 +193,7 @@ def check_residual_relu_and_second_order_equal_one_process(world: Communicator) 
         (_place(_whole(1), turned, BOTH), r"\(Shard.* on ranks \[\[0, 2\], \[1, 3\]\]"),
         (part.to_local(), "a plain tensor"),
     ):
-        text = r"`residual` must have the placements and the mesh of the input, \(.*: got "
+        text = r"`residual` must have placements \(Shard.*\) on the mesh of the input, .*: got "
         with pytest.raises(TypeError, match=f"{text}{got}. Call distribute_tensor or redist"):
             layer(part, wrong)
 
@@ -270,8 +270,10 @@ def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None
             placed = _place(getattr(other, name).detach(), where, placement)
             setattr(other, name, nn.Parameter(placed) if name == "weight" else placed)
             if name == "weight" or len(placement) == 2:
-                text = r"Replicate on the mesh of the input, ranks \[\[0, 1\], \[2, 3\]\]: got \("
-                with pytest.raises(TypeError, match=rf"{text}.*\) on ranks .*\. Call redist"):
+                text = (
+                    r"DTensors must have placements \(Repl.*, ranks \[\[0, 1\], \[2, 3\]\]: got \("
+                )
+                with pytest.raises(TypeError, match=rf"{text}.*\) on ranks .*\. Call distrib"):
                     other(x)
     plain, mask = _whole(0), torch.ones(SHAPE[0], *SHAPE[2:], dtype=torch.bool)
     model: Any = distribute_module(_layer(), mesh)

@@ -221,7 +221,7 @@ def test_a_stand_in_may_be_changed() -> None:
     assert len(tensors_in(pair)) == 2
     with pytest.raises(
         TypeError,
-        match=r"list and tuple types that can be constructed from an iterable: got _Pair\. Pass `",
+        match=r"use types that copy\.deepcopy can copy: got _Pair\. Pass `empty`, a function",
     ):
         next(join(nn.Flatten())([pair]))
     assert next(join(nn.Flatten(), empty=lambda batch: batch)([pair])) is pair

@@ -180,10 +180,9 @@ class RevMViTConfig:
     mode: Mode = "auto"
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
+            value = _as_tuple(getattr(self, name))
+            object.__setattr__(self, name, value)
             if get_origin(hint) is Literal:
                 check_choice(name, value, hint)
             elif hint is bool:
@@ -205,31 +204,26 @@ class RevMViTConfig:
         parse_fusion("pre_q_fusion", self.pre_q_fusion)
         axes = 2 if self.patch_2d else 3
         for name in ("patch_kernel", "patch_stride", "patch_padding"):
-            if len(getattr(self, name)) != axes:
-                raise ValueError(
-                    f"`{name}` must hold {axes} numbers with patch_2d={self.patch_2d}: got "
-                    f"{getattr(self, name)!r}."
-                )
-        for name in ("pool_kv_stride_adaptive", "pool_kvq_kernel"):
             value = getattr(self, name)
-            if value and (not isinstance(value, tuple) or len(value) != 3):
-                raise ValueError(f"`{name}` must hold three numbers, (T, H, W): got {value!r}.")
-        for name in ("patch_kernel", "patch_stride", "pool_kv_stride_adaptive", "pool_kvq_kernel"):
-            check_ints(name, getattr(self, name) or ())
-        check_ints("patch_padding", self.patch_padding, least=0)
+            _check_length(name, value, axes, f"hold {axes} numbers with patch_2d={self.patch_2d}")
+            check_ints(name, value, least=0 if name == "patch_padding" else 1)
+        for name in ("pool_kv_stride_adaptive", "pool_kvq_kernel"):
+            if value := getattr(self, name):
+                _check_length(name, value, 3, "hold three numbers, (T, H, W)")
+                check_ints(name, value)
         self._check_layers("buffer_layers", self.buffer_layers)
         for name in ("pool_q_stride", "pool_kv_stride"):
-            for _, *stride in self._entries(name, "(layer, T, H, W)", 4):
+            for _, *stride in self._entries(name, 4, "list (layer, T, H, W)"):
                 check_ints(name, stride)
         for name in ("dim_mul", "head_mul"):
-            for _, factor in self._entries(name, "(layer, factor)", 2):
+            for _, factor in self._entries(name, 2, "list (layer, factor)"):
                 check_number(name, factor, "(0, inf)")
 
-    def _entries(self, name: str, words: str, length: int) -> tuple[tuple[Any, ...], ...]:
-        """Return the option `name`; ValueError unless it lists tuples like `words`, of `length`."""
+    def _entries(self, name: str, length: int, words: str) -> tuple[tuple[Any, ...], ...]:
+        """Return the option `name`; ValueError, with `words`, unless its tuples have `length`."""
         entries: Any = getattr(self, name)
-        if any(not isinstance(entry, tuple) or len(entry) != length for entry in entries):
-            raise ValueError(f"`{name}` must list {words}: got {entries!r}.")
+        for entry in entries:
+            _check_length(name, entry, length, words)
         self._check_layers(name, [layer for layer, *_ in entries])
         return entries
 
@@ -312,6 +306,11 @@ def parse_fusion(name: str, mode: str) -> tuple[float, float] | None:
             f"'[ln+]concat_linear[_WIDTH[_DROPOUT]]': got {mode!r}."
         )
     return float(numbers[3] or 1), float(numbers[5] or 0)
+
+
+def _check_length(name: str, value: Any, length: int, words: str) -> None:
+    if not isinstance(value, tuple) or len(value) != length:
+        raise ValueError(f"`{name}` must {words}: got {value!r}.")
 
 
 def _as_tuple(value: Any) -> Any:
