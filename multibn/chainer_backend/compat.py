@@ -27,12 +27,10 @@ def make_importable() -> None:
     check.check = lambda: None  # type: ignore[attr-defined]
     sys.modules["chainer._environment_check"] = check
     if not hasattr(np, "sctypes"):
+        # Chainer reads these two entries.
         np.sctypes = {  # type: ignore[attr-defined]  # noqa: NPY201
             "int": [np.int8, np.int16, np.int32, np.int64],
-            "uint": [np.uint8, np.uint16, np.uint32, np.uint64],
             "float": [np.float16, np.float32, np.float64, np.longdouble],
-            "complex": [np.complex64, np.complex128, np.clongdouble],
-            "others": [bool, object, bytes, str, np.void],
         }
     _adapt_to_cupy()
 

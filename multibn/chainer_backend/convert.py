@@ -70,7 +70,7 @@ def create_mnbn_model(
     check_bool(strict=strict)
     options: Any = {"weighting": weighting, "avg_var": avg_var, "nonfinite": nonfinite}
     options_and_group = options | {"comm": comm, "communication_backend": communication_backend}
-    make = partial(MultiNodeBatchNormalization, **options_and_group)
+    make: Any = partial(MultiNodeBatchNormalization, **options_and_group)
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
     norms: list[L.BatchNormalization] = []
     requested = {k: v for k, v in options.items() if v != getattr(LinkOptions, k)}

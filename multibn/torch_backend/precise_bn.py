@@ -351,9 +351,8 @@ class _WatchedNorm:
         except (TypeError, ValueError):
             return
         with without_autocast(x):
-            self.estimator.add(
-                self.estimator.sums_of(x.detach(), axis=validation.non_channel_axes(x))
-            )
+            sums = self.estimator.sums_of(x.detach(), axis=validation.non_channel_axes(x))
+            self.estimator.add(sums)
 
     def write(self, mean: Tensor, var: Tensor, /) -> None:
         """Write running statistics; all splits of a sub-batch norm get the same ones."""

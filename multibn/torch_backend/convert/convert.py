@@ -71,11 +71,7 @@ class BatchNorm(_BatchNorm):
             )[0]
         return functional.normalize_with_running_stats(args, self.running_mean, self.running_var)
 
-    def _check_input_dim(self, input: Any) -> None:
-        if input.ndim < 2:
-            raise ValueError(
-                f"the input must have 2 or more dimensions: got shape {tuple(input.shape)}."
-            )
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
 
 
 class_swap.CLASSES[BatchNorm] = SyncBatchNorm  # its counterpart, which also takes masks

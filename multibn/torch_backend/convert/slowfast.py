@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Number
 from typing import Any
 
 from torch import nn
@@ -39,8 +38,6 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
 
     Raises
     ------
-    TypeError
-        If `cfg` or `cfg.BN` is no config.
     NotImplementedError
         If BN.NORM_TYPE is missing or none of the four, as in PySlowFast.
 
@@ -52,12 +49,7 @@ def get_norm(cfg: Any) -> Callable[..., nn.Module]:
     >>> type(layer).__name__, layer.num_splits
     ('SubBatchNorm3d', 4)
     """
-    bn = _entry(cfg, "BN", {} if isinstance(cfg, Mapping) else None)
-    if bn is None or isinstance(bn, str | Number):
-        raise TypeError(
-            "`cfg` and `cfg.BN` must be configs, that is mappings or objects with attributes: "
-            f"got {cfg!r} of type {type(cfg).__qualname__}."
-        )
+    bn = _entry(cfg, "BN", None)
     devices = _entry(bn, "NUM_SYNC_DEVICES", 1)
     options = {"num_sync_devices": devices, "global_sync": _entry(bn, "GLOBAL_SYNC", False)}
     layers: dict[Any, Callable[..., nn.Module]] = {

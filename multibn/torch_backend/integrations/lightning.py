@@ -127,9 +127,8 @@ class PreciseBN(Callback):
     ) -> None:
         # Not on_train_epoch_end, which comes after the epoch's validation.
         epoch = trainer.current_epoch + 1
-        if trainer.is_last_batch and (
-            epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
-        ):
+        is_due = epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
+        if trainer.is_last_batch and is_due:
             self.update(trainer, pl_module)
 
     def update(self, trainer: Trainer, pl_module: LightningModule) -> None:

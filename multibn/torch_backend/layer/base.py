@@ -226,9 +226,8 @@ class SyncNormBase(nn.Module):
 
     def local_communicator(self, x: Any) -> Communicator:
         """Return a single-process communicator that reports errors under this layer's name."""
-        if compiled.is_compiling_or_fake(x) or dtensors.contains_dtensor(
-            (x, *self.parameters(recurse=False))
-        ):
+        tensors = (x, *self.parameters(recurse=False))
+        if compiled.is_compiling_or_fake(x) or dtensors.contains_dtensor(tensors):
             return LOCAL
         return self.layer_communicator.for_group(LOCAL)
 

@@ -151,9 +151,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     ) -> None:
         check_int("num_features", num_features)
         check_bool(affine=affine, bias=bias, track_running_stats=track_running_stats)
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
         self.fuse_relu = fuse_relu
@@ -232,9 +230,8 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
             n = max(1, min(n, N, args.x.numel() // args.x.shape[1] // 2))
         sizes = [(N + k) // n for k in reversed(range(n))]
         # Not tensor_split, whose backward allocates a gradient of the whole size for each part.
-        splits = [
-            [None] * n if v is None else v.split(sizes) for v in (args.x, args.residual, args.mask)
-        ]
+        whole = args.x, args.residual, args.mask
+        splits = [[None] * n if v is None else v.split(sizes) for v in whole]
         ys = []
         with step_statistics(self):
             for x, residual, mask in zip(*splits, strict=True):

@@ -83,7 +83,7 @@ class _SubBatchNorm(SyncNormBase):
 
         def make(features: int) -> Any:
             part: Any = self._part(
-                features, eps, momentum, False, track_running_stats, device=device, dtype=dtype
+                features, eps, momentum, False, track_running_stats, device, dtype
             )
             part.step_accumulator = None  # as in `SyncNormBase`
             return part
@@ -106,9 +106,7 @@ class _SubBatchNorm(SyncNormBase):
             return call_node(self, input)
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         shares = self.training and part.training
-        communicator: Communicator = (
-            self.layer_communicator if shares else self.local_communicator(input)
-        )
+        communicator: Any = self.layer_communicator if shares else self.local_communicator(input)
         if shares and not torch.compiler.is_compiling():
             self.layer_communicator.look_at_options()  # those of a part may have changed
         try:
@@ -123,9 +121,8 @@ class _SubBatchNorm(SyncNormBase):
                     "accepts a batch of any size."
                 )
         except (TypeError, ValueError) as error:
-            validation.raise_on_all_ranks(
-                error, input, num_splits * self.num_features, communicator
-            )
+            num_statistics = num_splits * self.num_features
+            validation.raise_on_all_ranks(error, input, num_statistics, communicator)
         x = input
         if self.training:  # unflatten is a view for any strides; axis 1 is the split of a sample
             x = input.unflatten(0, (input.shape[0] // num_splits, num_splits))

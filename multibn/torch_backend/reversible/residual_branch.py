@@ -90,10 +90,10 @@ class ResidualBranch:
             )
         device = inputs[0].device
         self._device = None if device.type in ("cpu", "meta") else device
-        kinds = filter(torch.amp.is_autocast_available, {"cpu", device.type})
+        devices = filter(torch.amp.is_autocast_available, {"cpu", device.type})
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in kinds
+            for kind in devices
         ]
         self._training = [part.training for part in self._parts]
         self._constants = [(*place, place[-1]._version) for place in _constants_of(self._parts)]

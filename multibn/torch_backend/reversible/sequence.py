@@ -216,6 +216,5 @@ def drop_scale(stream: Tensor, rate: float) -> Tensor | None:
     """Return a factor per sample: 0 with probability `rate`, else 1 / (1 - rate); None if all 1."""
     if not rate:
         return None
-    return (
-        stream.new_empty(len(stream), *[1] * (stream.ndim - 1)).bernoulli_(1 - rate).div_(1 - rate)
-    )
+    scale = stream.new_empty(len(stream), *[1] * (stream.ndim - 1))
+    return scale.bernoulli_(1 - rate).div_(1 - rate)

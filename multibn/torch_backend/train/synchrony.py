@@ -101,11 +101,8 @@ def check_sync(
         if isinstance(layer, _NormBase)
         for name in layer._buffers
     }
-    options = {
-        name: vars(layer.norm_options)
-        for name, layer in model.named_modules()
-        if isinstance(layer, SyncNormBase)
-    }
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, SyncNormBase)]
+    options = {name: vars(layer.norm_options) for name, layer in layers}
     check_equal(
         arrays,
         participants(model, process_group),
@@ -261,6 +258,7 @@ def average_gradients(
     >>> model.weight.grad
     tensor([[1., 1.]])
     """
+    named: dict[str, Any]
     model, is_iterator = nn.Module(), isinstance(parameters, Iterator)
     if isinstance(parameters, nn.Module):
         model, named = parameters, dict(parameters.named_parameters())

@@ -132,13 +132,9 @@ class MultiScaleAttention(nn.Module):
         self.pool_v, self.norm_v = pooling(*layer.pool_kv)
 
         strides = [layer.pool_q[1], layer.pool_kv[1]]
-        for axis, wanted in (
-            (1, config.rel_pos_spatial),
-            (2, config.rel_pos_spatial),
-            (0, config.rel_pos_temporal),
-        ):
+        for axis in (1, 2, 0):
             table = None
-            if wanted:
+            if config.rel_pos_spatial if axis else config.rel_pos_temporal:
                 # The table of frames ignores the pooling.
                 size = layer.grid[axis] // min(stride[axis] if axis else 1 for stride in strides)
                 table = nn.Parameter(torch.zeros(2 * size - 1, dim_out // layer.num_heads))
