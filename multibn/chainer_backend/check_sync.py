@@ -15,11 +15,7 @@ def participants(model: chainer.Link, comm: CommunicatorLike, /) -> Communicator
     """Return the communicator of `comm`, with the default of `check_sync`. Not collective."""
     if comm is not None:
         return as_communicator(comm)
-    groups = {
-        path: link.layer_communicator.communicator
-        for path, link in model.namedlinks()
-        if isinstance(link, MultiNodeBatchNormalization)
-    }
+    groups = {path: link.layer_communicator.communicator for path, link in _multi_node(model)}
     return common_group(groups, parameter="comm")
 
 
@@ -72,11 +68,7 @@ def check_sync(
             arrays[key] = value if is_array else _as_array(value)
             if hasattr(link, "avg_var"):
                 statistics.add(key)
-    options = {
-        path.rstrip("/"): vars(LinkOptions.of(link))
-        for path, link in model.namedlinks()
-        if isinstance(link, MultiNodeBatchNormalization)
-    }
+    options = {path.rstrip("/"): vars(LinkOptions.of(link)) for path, link in _multi_node(model)}
     check_equal(
         arrays,
         participants(model, comm),
@@ -85,6 +77,10 @@ def check_sync(
         options=options,
         ignore=ignore,
     )
+
+
+def _multi_node(model: chainer.Link) -> list[tuple[str, MultiNodeBatchNormalization]]:
+    return [(k, v) for k, v in model.namedlinks() if isinstance(v, MultiNodeBatchNormalization)]
 
 
 def _as_array(value: Any) -> Any:

@@ -63,8 +63,6 @@ def _sync_class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
         with_check = [
             sync for plain, sync in _TORCH_TO_SYNC.items() if plain._check_input_dim is check
         ]
-        if not with_check:
-            attributes["_fast_path_ndims"] = ()
         base = _Derived if original.forward is _BatchNorm.forward else _OwnForward
         bases: Any = (base, *with_check, original)
         CLASSES[original] = type(f"Sync{original.__name__}", bases, attributes)

@@ -204,7 +204,6 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
     tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
     """
     check_int("num_splits", num_splits)
-    layer: Any
     for layer in _find_layers(module, strict, splitting=True):
         if not isinstance(layer, SyncBatchNorm):
             class_swap.swap_class(layer).configure(LOCAL)
@@ -212,11 +211,11 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
     return module
 
 
-def _find_layers(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
+def _find_layers(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[Any]:
     """Return the layers to convert. Warn about all others with running statistics, or raise."""
     check_module("module", module)
     check_bool(strict=strict)
-    layers: list[_BatchNorm] = []
+    layers: list[Any] = []
     obstacles: dict[str, str] = {}
     for path, part in module.named_modules():
         has_splits = isinstance(part, SyncBatchNorm) and "_num_splits" in vars(part)
@@ -231,9 +230,8 @@ def _find_layers(module: nn.Module, strict: bool, *, splitting: bool = False) ->
             layers.append(part)
     message = ""
     if obstacles:
-        message = list_obstacles(
-            obstacles, "layer(s) cannot be converted; their statistics will not be synchronized"
-        )
+        consequence = "layer(s) cannot be converted; their statistics will not be synchronized"
+        message = list_obstacles(obstacles, consequence)
     elif not (layers or any(isinstance(part, SyncNormBase) for part in module.modules())):
         message = (
             f"`module` has no batch norm layer of torch: got {_class_name(module)}. Nothing is "

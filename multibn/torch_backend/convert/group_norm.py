@@ -67,16 +67,12 @@ def convert_sync_groupnorm(
     norms = [(path, m) for path, m in module.named_modules() if isinstance(m, kinds)]
     plain = [(path, m) for path, m in norms if not isinstance(m, SyncGroupsBase)]
     layers: list[Any] = [m for _, m in plain if type(m) in _SYNCHRONIZED]
-    obstacles = {
-        path: f"{type(m).__qualname__}: a subclass of torch's layer"
-        for path, m in plain
-        if m not in layers
-    }
+    others = [(path, type(m).__qualname__) for path, m in plain if m not in layers]
+    obstacles = {path: f"{name}: a subclass of torch's layer" for path, name in others}
     message = ""
     if obstacles:
-        message = list_obstacles(
-            obstacles, "layer(s) cannot be converted; each rank normalizes its part"
-        )
+        consequence = "layer(s) cannot be converted; each rank normalizes its part"
+        message = list_obstacles(obstacles, consequence)
     elif not norms:
         message = (
             "`module` must have a group or instance norm of torch: got none in "

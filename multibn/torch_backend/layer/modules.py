@@ -1,6 +1,6 @@
 """Batch normalization layers for torch."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -128,8 +128,6 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
     converted_from: type[_BatchNorm] | None = None
     # The process group of the nn.SyncBatchNorm that was converted, if any.
     original_process_group: Communicator | None = None
-    # Numbers of dimensions for which `forward` need not call `_check_input_dim`.
-    _fast_path_ndims: Collection[int] = range(2, 6)
     _num_splits = 1  # see `convert_sub_batchnorm`
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # set in torch_backend/__init__.py
 
@@ -166,25 +164,18 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         lengths: Tensor | None = None,
     ) -> Tensor:
         is_plain = self.training and mask is lengths is None and self._num_splits == 1
-        if not is_plain or torch.compiler.is_compiling() or type(input) is not Tensor:
-            return self._forward_general(input, residual, mask=mask, lengths=lengths)
-        args = self._as_input(input, residual)
-        communicator, weighting = self.layer_communicator, self.weighting
-        plan = communicator.plans.get(autograd.plan_key(args, weighting))
-        if plan is not None:
-            y: Tensor
-            y, _ = autograd.apply((plan, args), input, args.weight, args.bias, residual)
-            return y
-        if input.is_meta or input.ndim not in self._fast_path_ndims:
-            return self._forward_general(input, residual, mask=mask, lengths=lengths)
-        return functional.normalize_with_batch_stats(
-            args, self.num_features, communicator, weighting=weighting
-        )[0]
+        if is_plain and type(input) is Tensor and not torch.compiler.is_compiling():
+            args = self._as_input(input, residual)
+            plan = self.layer_communicator.plans.get(autograd.plan_key(args, self.weighting))
+            if plan is not None:
+                y: Tensor = autograd.apply((plan, args), input, args.weight, args.bias, residual)[0]
+                return y
+        return self._forward_general(input, residual, mask=mask, lengths=lengths)
 
     def _forward_general(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None
     ) -> Any:
-        """Run `forward` in evaluation or compiled code, with a mask or splits, or on a subclass."""
+        """Run `forward` without a plan: in evaluation or compiled code, or for a new input."""
         if isinstance(input, fx.Proxy):
             options = without_none(residual=residual, mask=mask, lengths=lengths)
             return call_node(self, input, **options)
@@ -261,7 +252,6 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """
 
     converted_from = nn.BatchNorm1d
-    _fast_path_ndims = 2, 3
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
@@ -277,7 +267,6 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """
 
     converted_from = nn.BatchNorm2d
-    _fast_path_ndims = (4,)
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
@@ -293,4 +282,3 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """
 
     converted_from = nn.BatchNorm3d
-    _fast_path_ndims = (5,)

@@ -72,11 +72,11 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         )
     entered: list[tuple[Any, Any, StepAccumulator, RunningVar]] = []
     for layer in layers:
-        for bn in (layer.split_bn, layer.bn) if hasattr(layer, "split_bn") else (layer,):
-            convention = layer.running_var_convention
-            # Group and instance norms have statistics of single samples, which are not combined.
-            is_batch_norm = issubclass(layer.Options, LayerOptions)
-            running = running_stats_of(bn, convention) if is_batch_norm else None
+        parts = (layer.split_bn, layer.bn) if hasattr(layer, "split_bn") else (layer,)
+        convention = layer.running_var_convention
+        # Group and instance norms have statistics of single samples, which are not combined.
+        for bn in parts if issubclass(layer.Options, LayerOptions) else ():
+            running = running_stats_of(bn, convention)
             if isinstance(running, Running):  # neither None nor the accumulator of another step
                 # MPS has no float64. Compiled code cannot choose the dtype.
                 dtype = None if running.mean.device.type == "mps" else torch.float64

@@ -1,7 +1,7 @@
 """Checks of a layer's input. If one fails on a rank, all ranks raise."""
 
 import math
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -25,15 +25,14 @@ from multibn.torch_backend.layer import autograd, data_parallel
 
 
 def mask_of(
-    x: Any, mask: Any, lengths: Any, num_channels: int | None, communicator: Communicator
+    x: Any, mask: Any, lengths: Any, num_channels: int | None, communicator: Any
 ) -> Tensor | None:
     """Return the engine's mask for `x`, see `masks.as_mask`. Collective if it raises."""
     if mask is None and lengths is None:
         return None
     if torch.compiler.is_compiling():
-        name = communicator.operator_name  # type: ignore[attr-defined]
-        result: Tensor = torch.ops.multibn.mask(x, mask, lengths, num_channels, name)
-        return result
+        name = communicator.operator_name
+        return cast(Tensor, torch.ops.multibn.mask(x, mask, lengths, num_channels, name))
     try:
         check_input(x, None)
         for name, v in (("`mask`", mask), ("`lengths`", lengths)):

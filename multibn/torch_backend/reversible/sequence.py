@@ -107,9 +107,8 @@ class ReversibleSequence(nn.Module):
                 f"{self.drop_path}."
             )
         self.tied_drop_path = tied_drop_path
-        if stream_dtype is not None and not (
-            isinstance(stream_dtype, torch.dtype) and stream_dtype.is_floating_point
-        ):
+        is_dtype = isinstance(stream_dtype, torch.dtype)
+        if stream_dtype is not None and not (is_dtype and stream_dtype.is_floating_point):
             raise TypeError(
                 f"`stream_dtype` must be a floating-point dtype, or None: got {stream_dtype!r}."
             )

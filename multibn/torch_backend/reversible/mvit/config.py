@@ -282,10 +282,7 @@ class RevMViTConfig:
             if (got := values.get(key, default)) != wanted:
                 raise ValueError(f"`cfg.{key}` must be {wanted!r}: got {got!r}; {why}.")
         if values.get("MVIT.CLS_EMBED_ON"):
-            warn(
-                "`cfg.MVIT.CLS_EMBED_ON` is True but reversible models have no cls token; it is "
-                "ignored."
-            )
+            warn("`cfg.MVIT.CLS_EMBED_ON` is ignored: reversible models have no cls token.")
         read = {name: values[key] for key, name in keys.items() if key in values}
         if isinstance(channels := read.get("in_channels"), Sequence):  # a number for each pathway
             read["in_channels"] = channels[0]

@@ -96,10 +96,6 @@ class MultiScaleAttention(nn.Module):
     Fan et al., "Multiscale Vision Transformers", ICCV 2021; Li et al., "MViTv2", CVPR 2022.
     """
 
-    rel_pos_h: Tensor | None
-    rel_pos_w: Tensor | None
-    rel_pos_t: Tensor | None
-
     def __init__(self, layer: LayerSizes, config: RevMViTConfig) -> None:
         super().__init__()
         dim, dim_out, bias = layer.dim, layer.dim_out, config.qkv_bias
@@ -159,7 +155,7 @@ class MultiScaleAttention(nn.Module):
             pooled = (self.q, q), (self.k, k), (self.v, v)
             q, k, v = (split_heads(linear(merge_heads(y)), heads) for linear, y in pooled)
 
-        tables = (self.rel_pos_t, self.rel_pos_h, self.rel_pos_w)
+        tables = [getattr(self, f"rel_pos_{axis}") for axis in "thw"]
         relative = any(table is not None for table in tables)
         # With a mask, scaled_dot_product_attention chooses its kernel by whether gradients are
         # needed, so that a recomputation would differ from the first pass. In a trace, fvcore does

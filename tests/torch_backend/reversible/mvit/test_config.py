@@ -21,7 +21,7 @@ PUBLISHED: dict[str, tuple[int, int]] = {
     "rev_mvit_b": (39_689_320, 8_637_816_576),
     "rev_mvit_b_16x4": (34_963_120, 63_652_357_632),
 }
-CLS = "reversible models have no cls token; it is ignored"
+CLS = "CLS_EMBED_ON` is ignored: reversible models have no cls token"
 
 
 def tree(**changes: Any) -> dict[str, Any]:
