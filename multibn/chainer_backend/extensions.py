@@ -121,8 +121,7 @@ class FinetunePopulationStatistics(training.Extension):
         if comm is not None:
             as_communicator(comm)
         if rest := find_unsupported_norms(target):
-            message = list_obstacles(rest, "link(s) of `target` are not updated")
-            warn(message)
+            warn(list_obstacles(rest, "link(s) of `target` are not updated"))
         self._iterator, self._target, self._comm = iterator, target, comm
         self._converter, self._device, self._progress = converter, device, progress
         self._function: Any = target if eval_func is None else eval_func

@@ -67,11 +67,8 @@ def multi_node_batch_normalization(
     [-1.  1.] [0.2 0. ]
     """
     options = LinkOptions(eps=eps, weighting=weighting, nonfinite=nonfinite, decay=decay)
-    communicator = LayerCommunicator(
-        as_communicator(comm),
-        lambda: "multi_node_batch_normalization",
-        options=lambda: vars(options),
-    )
+    name, group = "multi_node_batch_normalization", as_communicator(comm)
+    communicator = LayerCommunicator(group, lambda: name, options=lambda: vars(options))
 
     def check_options() -> None:
         options.check()

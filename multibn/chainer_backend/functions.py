@@ -91,7 +91,8 @@ def check_input(
     not raise, and the mask, the residual and the `parameters`, which errors show by name, fit.
     Collective only if it raises: then all ranks raise.
     """
-    array, like, types = chainer.as_array(x), None, chainer.get_array_types()
+    array, types = chainer.as_array(x), chainer.get_array_types()
+    like: Any = np.zeros(())
     try:
         check_options()
         axis = as_axes(axis, len(channels), getattr(x, "ndim", 0))
@@ -118,7 +119,6 @@ def check_input(
         kernels.select(array)  # may warn, which may be an error of this rank alone
         return axis, masks.as_mask(array, mask, lengths, axis=axis)
     except (TypeError, ValueError, Warning) as error:
-        like = np.zeros(()) if like is None else like
         reject_input(communicator, error, math.prod(channels), like)
         raise
 

@@ -186,8 +186,7 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
                 check(self, input)
         except ValueError as error:
             validation.raise_on_all_ranks(error, input, self.num_features, communicator)
-        mean: Any = self.running_mean
-        var: Any = self.running_var
+        mean, var = self.running_mean, self.running_var
         uses_batch_stats = self.training or mean is None or var is None
         if uses_batch_stats and not self.training:
             communicator = self.local_communicator(input)

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from multibn.communicators import Communicator
 from multibn.torch_backend import SubBatchNorm2d, convert_sync_batchnorm
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
-from multibn.torch_backend.layer import data_parallel
 from tests.harness.runs import on
 
 RUNS = on("torchrun", 2, needs="torch")
@@ -182,13 +181,3 @@ def check_compiled_models_of_several_buckets_train(world: Communicator) -> None:
             found = train(optimize, backend).state_dict().values()
             torch.testing.assert_close(list(found), list(expected))
     torch._dynamo.reset()
-
-
-def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
-    """One without the private parts that this takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel, "_PRIVATE_DDP_ATTRIBUTES", ("no_such_part",))
-        ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
-        _train(ddp, world)
-    assert len(_broadcast(ddp)) == 6
-    expect_in_sync(ddp)
