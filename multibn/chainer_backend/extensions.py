@@ -206,11 +206,10 @@ class _Watch(chainer.LinkHook):
             axis, _ = functions.check_input(x, *layout, SingleProcess())
         except (TypeError, ValueError):
             return  # the link will raise, and make the other ranks raise
-        x = chainer.as_array(x)
         norm.count()
         self._run.repeat(norm.count)
         if isinstance(norm.link, L.BatchNormalization):
-            norm.estimator.add(norm.estimator.sums_of(x, axis=axis))
+            norm.estimator.add(norm.estimator.sums_of(chainer.as_array(x), axis=axis))
 
 
 @contextmanager

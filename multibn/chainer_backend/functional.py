@@ -68,7 +68,8 @@ def multi_node_batch_normalization(
     """
     options = LinkOptions(eps=eps, weighting=weighting, nonfinite=nonfinite, decay=decay)
     name, group = "multi_node_batch_normalization", as_communicator(comm)
-    communicator = LayerCommunicator(group, lambda: name, options=lambda: vars(options))
+    compared = vars(options) | {"decay": None if running_mean is None else decay}
+    communicator = LayerCommunicator(group, lambda: name, options=lambda: compared)
 
     def check_options() -> None:
         options.check()

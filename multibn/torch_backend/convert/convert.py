@@ -61,14 +61,13 @@ class BatchNorm(_BatchNorm):
             return call_node(self, input, **without_none(mask=mask, lengths=lengths))
         if mask is lengths is None:
             return super().forward(input)
-        mask = validation.mask_of(input, mask, lengths, self.num_features, LOCAL)
+        C = self.num_features
+        mask = validation.mask_of(input, mask, lengths, C, LOCAL)
         axis = validation.non_channel_axes(input)
         running = running_stats_of(self, "unbiased_global") if self.training else None
         args = NormArgs(input, self.weight, self.bias, self.eps, axis, mask=mask, running=running)
         if self.training or self.running_mean is None:
-            return functional.normalize_with_batch_stats(
-                args, self.num_features, LOCAL, weighting="element"
-            )[0]
+            return functional.normalize_with_batch_stats(args, C, LOCAL, weighting="element")[0]
         return functional.normalize_with_running_stats(args, self.running_mean, self.running_var)
 
     _check_input_dim = nn.SyncBatchNorm._check_input_dim

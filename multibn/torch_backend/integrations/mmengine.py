@@ -118,14 +118,9 @@ class PreciseBNHook(Hook):
         runner.logger.info(f"Precise batch norm over {number} {unit}.")
         with precision, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`num_.*ended after")  # then all samples are used
-            update_bn_stats(
-                model,
-                second_reader(loader) if stream is None else stream,
-                estimator=self.estimator,
-                forward_fn=forward,
-                progress=False,
-                **limit,
-            )
+            batches = second_reader(loader) if stream is None else stream
+            how: Any = {"estimator": self.estimator, "forward_fn": forward, "progress": False}
+            update_bn_stats(model, batches, **how, **limit)
 
 
 def _forward_options(runner: Any) -> dict[str, str]:

@@ -153,14 +153,13 @@ def _mesh_communicator(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, 
         )
     here = [slice(None) if k in dims else n for k, n in enumerate(coordinate)]
     ranks = mesh.mesh[tuple(here)].flatten().tolist()
-    same = f"torch.distributed.new_group({ranks}, use_local_synchronization=True)"
+    found: Communicator
     if len(ranks) == 1:
-        found: Communicator = SingleProcess()
-        same = "multibn.SingleProcess()"
+        found, same = SingleProcess(), "multibn.SingleProcess()"
     elif len(dims) == 1:
-        found = as_communicator(mesh.get_group(dims[0]))
-        same = f"mesh.get_group({dims[0]})"
+        found, same = as_communicator(mesh.get_group(dims[0])), f"mesh.get_group({dims[0]})"
     else:
+        same = f"torch.distributed.new_group({ranks}, use_local_synchronization=True)"
         found = as_communicator() if len(ranks) == num_ranks else restore(tuple(ranks))
     warning = (
         f"statistics are shared over ranks {sorted(ranks)}, by the placements of the input on "

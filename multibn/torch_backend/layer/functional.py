@@ -113,7 +113,7 @@ def sync_batch_norm(
     tensor([0.2000, 0.0000])
     """
     options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
-    compared: dict[str, object] = {"nonfinite": nonfinite}
+    compared = vars(options) | {"momentum": None if running_mean is None else momentum}
     running = None
     communicator = function_communicator("sync_batch_norm", process_group, compared)
     try:
@@ -134,7 +134,6 @@ def sync_batch_norm(
             )
     except (TypeError, ValueError) as error:
         validation.raise_on_all_ranks(error, x, None, communicator)
-    compared |= vars(options) | {"momentum": running and momentum}
     mask = validation.mask_of(x, mask, lengths, num_channels, communicator)
     axis = validation.non_channel_axes(x)
     args = NormArgs(x, weight, bias, eps, axis, mask=mask, running=running)

@@ -171,9 +171,10 @@ def join(
     process_group
         The ranks that take part, as in `check_sync`.
     empty
-        A function that takes a batch and returns an empty batch of the same structure. Default: the
-        first dimension of every tensor, also in tuples, lists and dictionaries, becomes 0. Numbers,
-        strings and None are kept; other objects raise TypeError.
+        A function that takes a batch and returns an empty batch of the same structure, of which
+        each step gets a deep copy. Default: the first dimension of every tensor, also in tuples,
+        lists and dictionaries, becomes 0. Numbers, strings and None are kept; other objects raise
+        TypeError.
 
     Raises
     ------

@@ -164,16 +164,13 @@ def sync_running_stats(
     """
     check_module("model", model)
     check_choice("how", how, How)
-    layers: dict[str, Any] = {
-        name: m
-        for name, m in model.named_modules()
-        if isinstance(m, _NormBase) and not (m.running_mean is None or m.running_var is None)
-    }
+    named: Any = [(name, m) for name, m in model.named_modules() if isinstance(m, _NormBase)]
+    layers = {k: m for k, m in named if not (m.running_mean is None or m.running_var is None)}
     if not layers:
         return
-    means, variances = zip(*((m.running_mean, m.running_var) for m in layers.values()), strict=True)
-    communicator = participants(model, process_group)
-    rank = communicator.rank
+    norms, communicator = layers.values(), participants(model, process_group)
+    means, variances = zip(*((m.running_mean, m.running_var) for m in norms), strict=True)
+    rank, size = communicator.rank, communicator.size
 
     def flat(buffers: Iterable[Tensor]) -> Tensor:
         return flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
@@ -184,7 +181,7 @@ def sync_running_stats(
         if is_invalid.any():
             first = int(is_invalid.nonzero()[0])
             names = [name for name, m in layers.items() for _ in range(m.running_mean.numel())]
-            where = describe_ranks(summed[first : first + 1].tolist(), communicator.size)
+            where = describe_ranks(summed[first : first + 1].tolist(), size)
             raise FloatingPointError(
                 "running statistics must be finite, and variances not negative: got other values "
                 f"in {display_name(names[first] or 'the layer')} on {where}. Restore them from a "
@@ -196,7 +193,7 @@ def sync_running_stats(
     is_valid = mean.isfinite() & var.isfinite() & (var >= 0)
     mean = torch.where(is_valid, mean, wire.rank_bit(rank))
     if how == "broadcast":
-        counters = [c for m in layers.values() if (c := m.num_batches_tracked) is not None]
+        counters = [c for m in norms if (c := m.num_batches_tracked) is not None]
         buffers = [*means, *variances, *counters]
         mine = torch.cat([mean, var, flat(counters)] if counters else [mean, var])
         # Not zero times the other ranks' buffers, which may hold NaN.
@@ -205,12 +202,10 @@ def sync_running_stats(
         buffers = [*means, *variances]
         # An instance norm's variance is the mean of the samples' variances: means do not matter.
         between = flat(
-            torch.full_like(m.running_var, not isinstance(m, _InstanceNorm))
-            for m in layers.values()
+            torch.full_like(m.running_var, not isinstance(m, _InstanceNorm)) for m in norms
         )
-        result = torch.cat(
-            pool_running(mean, var, lambda a: checked_sum(a) / communicator.size, between=between)
-        )
+        pooled = pool_running(mean, var, lambda a: checked_sum(a) / size, between=between)
+        result = torch.cat(pooled)
     for buffer, part in zip(buffers, unflatten_dense_tensors(result, buffers), strict=True):
         buffer.copy_(part)
 
