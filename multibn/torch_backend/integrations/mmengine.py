@@ -111,7 +111,7 @@ class PreciseBNHook(Hook):
                 model(*batch, **options)
 
         loader, stream = runner.train_dataloader, _endless_stream(runner)
-        limit = {"num_samples": self.num_samples}
+        limit: Any = {"num_samples": self.num_samples}
         if batch_size := _batch_size(loader):
             limit = {"num_iters": -(-self.num_samples // (batch_size * get_world_size()))}
         number, unit = next(iter(limit.values())), "iterations" if batch_size else "samples"
