@@ -63,9 +63,8 @@ def convert_sync_groupnorm(
     check_module("module", module)
     check_bool(strict=strict)
     SyncGroupNorm(1, 1, process_group=process_group, nonfinite=nonfinite)
-    norms = [
-        (k, m) for k, m in module.named_modules() if isinstance(m, nn.GroupNorm | _InstanceNorm)
-    ]
+    kinds = nn.GroupNorm, _InstanceNorm
+    norms = [(path, m) for path, m in module.named_modules() if isinstance(m, kinds)]
     plain = [(path, m) for path, m in norms if not isinstance(m, SyncGroupsBase)]
     layers: list[Any] = [m for _, m in plain if type(m) in _SYNCHRONIZED]
     others = [(path, type(m).__qualname__) for path, m in plain if m not in layers]

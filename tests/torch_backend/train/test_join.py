@@ -194,6 +194,13 @@ class _Wrapper(MutableMapping[str, Any]):
         return len(self.wrapped)
 
 
+class _Lazy(_Wrapper):
+    """A batch that makes its tensors when they are asked for."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.wrapped[key].clone()
+
+
 class _Pair(tuple):
     def __new__(cls, x: Any, y: Any) -> Any:
         return super().__new__(cls, (x, y))
@@ -224,6 +231,10 @@ def test_a_stand_in_may_be_changed() -> None:
         match=r"use types that copy\.deepcopy can copy: got _Pair\. Pass `empty`, a function",
     ):
         next(join(nn.Flatten())([pair]))
+    with pytest.raises(
+        TypeError, match=r"mappings that hold the tensors that .*: got _Lazy\. Pass"
+    ):
+        next(join(nn.Flatten())([_Lazy(x=torch.ones(2))]))
     assert next(join(nn.Flatten(), empty=lambda batch: batch)([pair])) is pair
 
 
