@@ -309,6 +309,8 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
     for wrong in ({"running_var": None}, {"momentum": 2}, {"running_var": torch.ones(7)}):
         refused: Any = narrow | wrong
         given = refused if world.rank == 1 else narrow
-        with refusal(world, 1, ValueError, r"`(running_mean` and `running_var|momentum)` must "):
+        with refusal(
+            world, 1, ValueError, r"`(running_mean` and `running_var|momentum|running_var)` must "
+        ):
             tb.sync_batch_norm(parts[0][:, :4], process_group=world, **given)
     tb.sync_batch_norm(parts[0][:, :4], process_group=world, **narrow)  # all is well
