@@ -28,6 +28,14 @@ def test_the_reference_reads_each_field(record: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("record", [NormArgs, Gradient, BatchStatistics, Running])
+def test_the_docstring_describes_each_field(record: Any) -> None:
+    lines = inspect.cleandoc(record.__doc__).splitlines()
+    headings = [name for line in lines if line[:1] != " " for name in line.split(", ")]
+    missing = [name for name in record._fields if name not in headings]
+    assert not missing, f"the docstring of `{record.__name__}` must describe {missing}"
+
+
 def test_all_fields_that_are_no_arrays_are_options() -> None:
     """Whoever makes the arguments anew for a backward pass takes these together."""
     kinds = list(NormArgs.__annotations__.values())
