@@ -47,8 +47,8 @@ def compare_models(communicator: Communicator, path: str) -> list[Error]:
         cases: list[Any] = [(f"{one} and {two} alone", *whole, layer_alone)]
         if len(parts) == 2:
             cases += [(f"{one} and {two} on ranks", *parts, layer_on_ranks)]
-        for of, got, right in zip((one, two), parts, whole, strict=False):
-            cases += [(f"{of} alone and on ranks", got, right[indices], "")]
+        for title, got, right in zip((one, two), parts, whole, strict=False):
+            cases += [(f"{title} alone and on ranks", got, right[indices], "")]
         for case, got, right, layer in cases:
             error = oracle.relative_error(got, right, whole[1])
             errors.append(Error(error / bound, error, bound, name, case, "models", "", layer))
@@ -78,7 +78,7 @@ def load_pair(
     """Return the user's two models, their example input, and the options that differ.
 
     If none differ, the first model gets the state of the second. With a communicator, batch
-    normalization is synchronized over its ranks. Raises ValueError if this is not a valid pair.
+    normalization is synchronized over its ranks. Raises ValueError if the pair is not valid.
     """
     first, second, x = _call_factory(path, find(path))
     for model in (first, second):
@@ -137,7 +137,7 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
 
 
 def _check_call(whose: str, model: Model, x: Array) -> None:
-    """Raise unless a model accepts the example input; links without a size get one from it."""
+    """Raise unless a model accepts the example input, which sets the size of links without one."""
     expected = (
         f"{whose} must accept the example input, {x.dtype} of shape {x.shape}, and return an array "
         "whose first axis is the batch, not a loss: got"

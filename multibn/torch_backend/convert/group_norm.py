@@ -36,7 +36,7 @@ def convert_sync_groupnorm(
     module
         The model, changed in place.
     process_group, nonfinite
-        As for `SyncGroupNorm`: the ranks that have parts of the same samples, and its other option.
+        As for `SyncGroupNorm`. The ranks of `process_group` have parts of the same samples.
     strict
         Raise, without changing anything, if a layer's class is a subclass of torch's, or the model
         has no group or instance norm.
@@ -49,8 +49,8 @@ def convert_sync_groupnorm(
     Warns
     -----
     UserWarning
-        One warning that lists the layers of subclasses, which cannot be converted. One if the model
-        has no group or instance norm.
+        If layers cannot be converted, because their classes are subclasses of torch's: the warning
+        lists them. If the model has no group or instance norm.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def convert_sync_groupnorm(
     obstacles = {path: f"{name}: a subclass of torch's layer" for path, name in others}
     message = ""
     if obstacles:
-        consequence = "layer(s) cannot be converted; each rank normalizes its part"
+        consequence = "layer(s) cannot be converted, so that each rank normalizes only its part"
         message = list_obstacles(obstacles, consequence)
     elif not norms:
         message = (
