@@ -110,7 +110,7 @@ def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | N
     dy = xp.astype(pre.dy, centre.dtype, copy=False)
     d = xp.astype(x, centre.dtype, copy=False) - per_channel(centre, x, axis)
     sum_dy, sum_dy_d = _sum(dy, axis), _sum(dy * d, axis)
-    sum_dy_xhat = (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.input.eps)
+    sum_dy_xhat = (sum_dy_d - remainder * sum_dy) * invstd_of(g.batch.var, g.input)
     payload = wire.concat((sum_dy, sum_dy_xhat))
     return _written(payload, out), *parameter_gradients(payload, g)
 
@@ -141,7 +141,7 @@ def output_coefficients(args: NormArgs, batch: BatchStatistics, /) -> tuple[Arra
     The output, `(x - mean) / sqrt(var + eps) * weight + bias`, is `(x - centre) * scale + shift`.
     """
     centre, remainder = _round(batch.mean, args.x)
-    scale = _times(_invstd(batch.var, args.eps), args.weight)
+    scale = _times(invstd_of(batch.var, args), args.weight)
     shift = -remainder * scale
     return _narrow(
         args.x, centre, scale, shift if args.bias is None else as_wide(args.bias) + shift
@@ -169,7 +169,7 @@ def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:
     mean = g.batch.mean
     sum_dy, sum_dy_xhat = split_sums(sum_like(summed, mean), mean.shape)
     centre, remainder = _round(mean, g.input.x)
-    invstd = _invstd(g.batch.var, g.input.eps)
+    invstd = invstd_of(g.batch.var, g.input)
     dy_scale = _times(invstd, g.input.weight)
     pull = -dy_scale * g.batch.element_weight
     x_scale = pull * invstd * sum_dy_xhat
@@ -270,8 +270,9 @@ def _where(condition: Array, x: Array) -> Array:
     return xp.where(condition, x, xp.zeros((), dtype=x.dtype, device=device(x)))
 
 
-def _invstd(var: Array, eps: float) -> Array:
-    return 1.0 / array_namespace(var).sqrt(var + eps)
+def invstd_of(var: Array, args: NormArgs, /) -> Array:
+    """Return `1 / sqrt(var + eps)`, by which `normalize` multiplies."""
+    return 1.0 / array_namespace(var).sqrt(var + args.eps)
 
 
 def _times(scale: Array, weight: Array | None) -> Array:

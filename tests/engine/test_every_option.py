@@ -6,6 +6,7 @@ what must come out.
 """
 
 import inspect
+import pickle
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -334,6 +335,17 @@ def test_every_option_is_tried() -> None:
     assert not untried, (
         f"tests/helpers/spread.py needs other values of, and of these alone: {untried}"
     )
+
+
+@pytest.mark.parametrize("name", SharingOptions.__annotations__)
+def test_a_layer_that_was_pickled_before_an_option_has_its_default(name: str) -> None:
+    layer = tb.SyncBatchNorm(C)
+    attribute = layer.Options.attributes.get(name, name)
+    del vars(layer)[attribute]
+    loaded = pickle.loads(pickle.dumps(layer))
+    default = getattr(layer.Options, name)
+    message = f"`SyncNormBase.{attribute}` must be {default!r}"
+    assert getattr(loaded, attribute, "missing") == default, message
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself

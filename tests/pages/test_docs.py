@@ -172,7 +172,7 @@ def _with_references(name: str, module: ModuleType) -> str:
         if name in texts or value is None:
             continue
         texts[name] = inspect.cleandoc(value.__doc__ or "")
-        phrases = r"(?:\b[Aa]s|\b[Pp]arameters\s+are\s+those\s+of)\s+`([\w.]+)`"
+        phrases = r"(?:(?<!raises\s)\b[Aa]s|\b[Pp]arameters\s+are\s+those\s+of)\s+`([\w.]+)`"
         names += [named.rpartition(".")[2] for named in re.findall(phrases, texts[name])]
     return "\n".join(texts.values())
 

@@ -66,9 +66,10 @@ class SyncBatchRenormBase(modules.SyncBatchNorm):
         start, *ends = self.schedule
         rise = [((n.double() - start + 1) / (max(end - start, 0) + 1)).clamp(0, 1) for end in ends]
         rmax, dmax = 1 + (clips[0] - 1) * rise[0], clips[1] * rise[1]
-        std = (var.double() + self.eps).sqrt()
-        r = torch.clamp((batch.var + self.eps).sqrt() / std, 1 / rmax, rmax).to(x.dtype)
-        d = torch.clamp((batch.mean - mean) / std, -dmax, dmax).to(x.dtype)
+        invstd = reference.invstd_of(var.double(), args)
+        ratio = invstd / reference.invstd_of(batch.var, args)
+        r = torch.clamp(ratio, 1 / rmax, rmax).to(x.dtype)
+        d = torch.clamp((batch.mean - mean) * invstd, -dmax, dmax).to(x.dtype)
         weight, bias = (v if p is None else p for p, v in ((self.weight, 1), (self.bias, 0)))
         y = scale_and_shift(y, r * weight, d * weight + bias, input.dtype)
         return reference.masked(y if residual is None else y + residual, where)
