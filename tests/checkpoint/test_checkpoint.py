@@ -102,9 +102,6 @@ def test_a_file_comes_back_with_the_same_bits(dtype: str, suffix: str, tmp_path:
     "layer",
     [
         nn.BatchNorm2d(3),
-        nn.SyncBatchNorm(3),
-        mbt.SyncBatchNorm(3),
-        mbt.NaiveSyncBatchNorm2d(num_features=3),
         nn.BatchNorm1d(3, affine=False),
         mbt.SyncBatchNorm(3, bias=False),
     ],

@@ -278,18 +278,18 @@ def test_a_refused_input_is_an_error_on_all_ranks_that_changes_nothing() -> None
             precise(nn.BatchNorm1d(3), [x])
 
 
-def test_empty_batches_count_for_nothing() -> None:
+def test_empty_batches_count_for_nothing_and_loaders_need_no_length() -> None:
+    class Loader(list[Any]):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
     data = batches()
     for estimator in ("population", "mean_of_var"):
         layer, alone = tb.SyncBatchNorm(3), tb.SyncBatchNorm(3)
-        precise(layer, [data[0], data[0][:0], data[1]], estimator=estimator)
+        given = Loader([data[0], data[0][:0], data[1]])
+        precise(layer, given, estimator=estimator, progress=True)
         precise(alone, data[:2], estimator=estimator)
         torch.testing.assert_close(layer.state_dict(), alone.state_dict())
-
-
-def test_batches_without_a_tensor_cannot_be_counted() -> None:
-    with pytest.raises(TypeError, match=r"`num_samples` needs batches with a tensor.*got list. Pa"):
-        precise(nn.BatchNorm2d(3), [[1, "a"]], num_samples=5)
 
 
 class Several(NamedTuple):
@@ -331,6 +331,8 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
             return super().forward(x)
 
     x, update = torch.ones(2, 3), cast("Any", tb.update_bn_stats)
+    with pytest.raises(TypeError, match=r"`num_samples` needs batches with a tensor.*got list. Pa"):
+        precise(nn.BatchNorm2d(3), [[1, "a"]], num_samples=5)
     with pytest.raises(TypeError, match=r"`model` must be a torch.nn.Module: got list\. The order"):
         update([x], nn.BatchNorm1d(3))
     for model, batch, call in (
@@ -348,17 +350,6 @@ def test_calls_of_other_libraries_and_batches_that_do_not_fit_are_told_the_way()
     for layer in (nn.BatchNorm3d(3), tb.SubBatchNorm3d(2, 3)):  # a pathway of a list, without N
         with pytest.raises(ValueError, match=r"of type list: .* for SlowFast's lists of"):
             precise(layer, [[torch.ones(4, 3, 8, 8)]])
-
-
-def test_a_loader_that_cannot_tell_its_length_is_read() -> None:
-    class Loader(list[Any]):
-        def __len__(self) -> int:
-            raise NotImplementedError
-
-    layer = nn.BatchNorm1d(3)
-    precise(layer, Loader([torch.ones(2, 3)]), progress=True)
-    assert layer.running_mean is not None
-    assert layer.running_mean.tolist() == [1, 1, 1]
 
 
 def test_padding_that_a_model_could_leave_out_warns() -> None:
