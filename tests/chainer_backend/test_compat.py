@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers import launch
 
 # A module whose every name is a class, but for the modules that not every CuPy has.
 ANY_NAME = """
@@ -74,21 +74,16 @@ def test_chainer_is_imported_without_a_warning_beside_each_cupy(
     variable: str | None,
     expected: tuple[bool, bool, str | None] | str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("the stand-in is for machines without CuPy")
     install(version, tmp_path, **options)
-    environment = dict(os.environ)
-    environment.pop("CHAINER_CUDNN", None)
-    if variable is not None:
-        environment["CHAINER_CUDNN"] = variable
-    path = [str(tmp_path), str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORT],
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
-        capture_output=True,
-        text=True,
-    )
+    monkeypatch.delenv("CHAINER_CUDNN", raising=False)
+    if variable:
+        monkeypatch.setenv("CHAINER_CUDNN", variable)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = launch.captured(sys.executable, "-W", "error", "-c", IMPORT)
     if isinstance(expected, str):
         assert run.returncode != 0
         assert expected in run.stderr

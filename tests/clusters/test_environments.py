@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,8 @@ def _python(name: str) -> Path:
 
 
 def _run(folder: Path, *command: object) -> str:
-    ran = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env=os.environ | launch.VARIABLES | {"PYTHONPATH": str(launch.ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=launch.HANGS,
-        check=False,
-    )
+    variables = os.environ | launch.VARIABLES | {"PYTHONPATH": str(launch.ROOT)}
+    ran = launch.captured(*map(str, command), cwd=folder, env=variables)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr
 

@@ -63,15 +63,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def _run(folder: Path, command: str, *, status: int = 0) -> str:
     """What the command prints, in the environment of these tests."""
-    ran = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=os.environ | _launch.environment() | launch.VARIABLES,
-        capture_output=True,
-        text=True,
-        timeout=launch.HANGS,
-        check=False,
-    )
+    variables = _launch.environment() | launch.VARIABLES
+    ran = launch.captured("bash", "-c", command, cwd=folder, env=variables)
     assert (ran.returncode == 0) == (status == 0), ran.stdout + ran.stderr
     return ran.stdout + ran.stderr
 

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import command, device
+from multibn import SingleProcess
+from multibn.communicators.channel import ChannelCommunicator
 from multibn.parity.launch import environment
 from tests.helpers import launch
 from tests.kernels.passes import takes_int_of_an_array
@@ -22,10 +26,8 @@ def _run_on_stand_ins() -> tuple[subprocess.CompletedProcess[str], dict[str, byt
     """The command's end, and the files that the command has written."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--stand-ins", "--seconds", "840", "--output", folder]
-        ran = subprocess.run(
-            [launch.python(), "-m", "benchmarks.gpu", *options],
-            capture_output=True, text=True, cwd=launch.ROOT, env=environment() | launch.VARIABLES,
-        )  # fmt: skip
+        command = [launch.python(), "-m", "benchmarks.gpu", *options]
+        ran = launch.captured(*command, timeout=900, env=environment() | launch.VARIABLES)
         return ran, {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -97,7 +99,7 @@ def test_what_is_missing_is_said_at_once(
     assert not Path("nowhere").exists()
     # Python without its site-packages.
     bare = [sys.executable, "-S", "-m", "benchmarks.gpu", "--output", "nowhere"]
-    ran = subprocess.run(bare, cwd=launch.ROOT, capture_output=True, text=True, check=False)
+    ran = launch.captured(*bare)
     assert ran.returncode == 2
     assert ran.stderr.startswith("missing here: pip install numpy array-api-compat torch triton ")
 
@@ -124,12 +126,6 @@ def test_networks_and_messages_use_all_gpus(
 
 
 def test_the_stand_in_for_a_second_rank_costs_one_launch() -> None:
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from multibn import SingleProcess
-    from multibn.communicators.channel import ChannelCommunicator
-
     class InPlace(SingleProcess, ChannelCommunicator):
         channel = None
 

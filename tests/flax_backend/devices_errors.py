@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from multibn.flax import BatchNorm, linen, sync_batch_norm
+from tests.flax_backend import NUM_DEVICES
 from tests.flax_backend.devices_layers import ALL, MESH, SPLIT
-from tests.flax_backend.on_devices import NUM_DEVICES
 
 X = jnp.ones((4, 5, 3))
 

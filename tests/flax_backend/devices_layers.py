@@ -1,5 +1,6 @@
 """Layers over the devices of a mesh: the numbers of one process, and how many messages."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from multibn.flax import sync_batch_norm
 from multibn.parity import oracle
-from tests.flax_backend.on_devices import NUM_DEVICES, each
+from tests.flax_backend import NUM_DEVICES
 
 ALL, SPLIT = PartitionSpec(), PartitionSpec("devices")
 MESH = jax.make_mesh((NUM_DEVICES,), ("devices",), axis_types=(AxisType.Auto,))
@@ -95,24 +96,24 @@ def shared(over: str, data: Data, dtype: Any, **options: Any) -> tuple[list[Any]
     return found, compiled.as_text().count(" all-reduce(")
 
 
-SHARDS: list[object] = ["even", "uneven", "empty"]
+SHARDS = "even", "uneven", "empty"
 BOUNDS = {"float32": 2e-6, "float64": 1e-11, "bfloat16": 2e-2}
 
 
 def check_numbers_of_one_process() -> None:
     cases = [
-        *each(over=["shard_map"], shards=SHARDS, dtype=["float32", "float64", "bfloat16"]),
-        *each(over=["pmap"], shards=SHARDS, dtype=["float32"]),
-        *each(over=["pmap"], shards=["empty"], dtype=["float64", "bfloat16"]),
-        *each(over=["jit"], shards=["uneven"], dtype=["float32", "float64"]),
+        *itertools.product(["shard_map"], SHARDS, ["float32", "float64", "bfloat16"]),
+        *itertools.product(["pmap"], SHARDS, ["float32"]),
+        *itertools.product(["pmap"], ["empty"], ["float64", "bfloat16"]),
+        *itertools.product(["jit"], ["uneven"], ["float32", "float64"]),
     ]
     for case in cases:
-        over, shards, dtype = case.values()
+        over, shards, dtype = case
         with jax.enable_x64(dtype == "float64"):
-            data = Data(dtype, str(shards))
-            found, num_messages = shared(str(over), data, dtype)
+            data = Data(dtype, shards)
+            found, num_messages = shared(over, data, dtype)
         errors = data.errors(found)
-        assert max(errors) < BOUNDS[str(dtype)], (case, errors)
+        assert max(errors) < BOUNDS[dtype], (case, errors)
         assert max(errors[4:]) < 1e-7, (case, errors)
         if over != "jit":  # forward, backward, and the mean that float64 takes away first
             assert num_messages == (3 if dtype == "float64" else 2), case

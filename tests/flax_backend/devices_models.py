@@ -1,4 +1,4 @@
-"""Layers in models: in the place of flax's, converted, with statistics of a whole loader."""
+"""Layers in models: in the place of flax's, converted, with statistics of a loader; parity."""
 
 from typing import Any
 
@@ -17,6 +17,8 @@ from multibn.flax import (
     sync_batch_norm,
     update_bn_stats,
 )
+from multibn.parity import devices
+from tests.flax_backend import NUM_DEVICES
 from tests.flax_backend.devices_layers import ALL, MESH, SPLIT
 from tests.flax_backend.devices_transforms import assert_near
 
@@ -260,3 +262,18 @@ def check_arrays_that_explicitly_say_where_they_are() -> None:
         assert_near(jax.jit(lambda x: sync_batch_norm(x, jnp.ones(3))[0])(x), right)
     shards = jax.device_put(X, jax.sharding.NamedSharding(MESH, SPLIT))
     assert_near(sync_batch_norm(shards)[0], right)
+
+
+CASES = ["uneven-float64", "empty-rank", "float16", "masked-sample-weights", "local-count-var"]
+
+
+def check_cases_of_the_parity_command() -> None:
+    for over, names in (("shard_map", CASES), ("pmap", CASES[1:2])):
+        errors = devices.measure(None, names, NUM_DEVICES, over)
+        assert {e.case for e in errors} == {*names}
+        assert max(errors).ratio < 1, max(errors)
+
+
+def check_devices_that_share_nothing_are_broken() -> None:
+    worst = max(devices.measure(None, ["float32"], NUM_DEVICES, axis_name=None))
+    assert worst.ratio > 1e3, worst

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from multibn.parity import launch as _launch
 from tests.harness import forked_python as forked
@@ -43,6 +44,12 @@ def python() -> str:
     return os.environ.get("PYTHON_EXEC", sys.executable)
 
 
+def captured(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The end of a command of the environment of these tests, and what the command prints."""
+    known: dict[str, Any] = {"cwd": ROOT, "env": _launch.environment(), "timeout": HANGS}
+    return subprocess.run(command, capture_output=True, text=True, check=False, **known | options)
+
+
 def printed(
     *arguments: str, interpreter: str = sys.executable, alone: bool = False, **variables: str
 ) -> str:
@@ -53,10 +60,7 @@ def printed(
     known = _launch.environment()
     if alone:
         known = {name: value for name, value in known.items() if not _OF_LAUNCHERS.match(name)}
-    ran = subprocess.run(
-        [interpreter, *arguments], env=known | variables, capture_output=True, text=True,
-        timeout=HANGS, cwd=ROOT, check=False,
-    )  # fmt: skip
+    ran = captured(interpreter, *arguments, env=known | variables)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
