@@ -20,8 +20,6 @@ from multibn.chainer_backend import (
 from multibn.chainer_backend import check_sync as expect_in_sync  # not a check of its own
 from multibn.chainer_backend.links import LinkOptions
 from multibn.communicators import Communicator, SingleProcess
-from tests.chainer_backend.test_extensions import assert_population
-from tests.chainer_backend.test_second_order import Graph
 from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.normalized import normalized
@@ -38,20 +36,6 @@ def _normal(seed: Any, *shape: int) -> Any:
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def check_any_axes_can_be_channels(world: Communicator) -> None:
-    """`size` as a tuple, and `axis`, are the same numbers with the axes moved."""
-    xs = [np.random.default_rng(r).normal(size=(3, 2, 4, 5)) for r in range(world.size)]
-    x = xs[world.rank]
-    plain = MultiNodeBatchNormalization(2, world, dtype=np.float64)
-    last = MultiNodeBatchNormalization(2, world, dtype=np.float64, axis=(0, 1, 2))
-    y = plain(x).array
-    np.testing.assert_allclose(last(np.moveaxis(x, 1, 3)).array, np.moveaxis(y, 1, 3), rtol=1e-12)
-    per_pixel = MultiNodeBatchNormalization((2, 4, 5), world, dtype=np.float64)
-    got = per_pixel(x).array
-    flat = normalized([v.reshape(3, -1) for v in xs], 2e-5)[world.rank]
-    np.testing.assert_allclose(got, flat.reshape(x.shape), rtol=1e-10)
-
-
 def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None:
     """Each option that the record names."""
     others: dict[str, Any] = {f.name: OTHERS.get(f.name, [False])[0] for f in fields(LinkOptions)}
@@ -62,11 +46,6 @@ def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None
         with pytest.raises(ValueError, match=rf"\[1\] with {name}=") as raised:
             link(np.ones((4, C, C), "f"))
         assert str(raised.value).count(f"{name}=") == 2, raised.value
-
-
-def check_second_derivatives_of_ranks_with_one_sample(world: Communicator) -> None:
-    for seed in (1, 11, 20):
-        Graph(seed, world.size).compare(world)
 
 
 def check_nan_in_a_gradient_is_named_in_debug_mode(world: Communicator) -> None:
@@ -92,41 +71,6 @@ def check_links_under_torchrun_import_no_mpi(world: Communicator) -> None:
         y = link(xs[world.rank]).array
         np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
     assert "mpi4py.MPI" not in sys.modules
-
-
-def _data(rank: int) -> list[Any]:
-    """`1 + rank` batches of unequal sizes and means."""
-    rng = np.random.default_rng(rank)
-    return [rng.normal(rank - i, 1 + i, (1 + (rank + i) % 3, C, 2)) for i in range(1 + rank)]
-
-
-def _second_inputs(members: list[int]) -> list[Any]:
-    """What a link behind a multi-node one and a square is shown on these ranks."""
-    seen = []
-    for step in range(1 + max(members)):
-        ys = normalized([_data(r)[step] for r in members if r >= step], 2e-5)
-        seen += [y**2 for y in ys]
-    return seen
-
-
-def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> None:
-    """The ranks are all, or groups that have unequal numbers of steps among themselves."""
-    for comm, members in (
-        (world, list(range(world.size))),
-        (world.split(world.rank % 2), list(range(world.rank % 2, world.size, 2))),
-    ):
-        plain = [L.BatchNormalization(C, dtype=np.float64) for _ in range(2)]
-        before = chainer.Sequential(plain[0], F.square, plain[1])
-        model = create_mnbn_model(before, comm)
-        FinetunePopulationStatistics(_data(world.rank), model, converter=None, progress=False)()
-        assert_population(model[0], [x for r in members for x in _data(r)])
-        assert_population(model[2], _second_inputs(members))
-        assert model[0].N == model[2].N == 1 + max(members)
-        before.copyparams(model)
-        with chainer.using_config("train", False):
-            x = _data(world.rank)[0]
-            np.testing.assert_array_equal(before(x).array, model(x).array)
-    world.allreduce(np.zeros(1))  # nobody leaves while another group still works
 
 
 @only("mpiexec", sizes=(2,))

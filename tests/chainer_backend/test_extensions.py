@@ -35,16 +35,6 @@ def shared(communicator: Any = LOCAL) -> Any:
 assert_population, finetune = partial(population.assert_population, CHAINER), CHAINER.run
 
 
-def test_links_without_data_stay() -> None:
-    model: Any = chainer.ChainList(shared(), shared())
-    with chainer.using_config("train", False):
-        finetune(batches(), model, eval_func=lambda x: model[0](x))
-        assert not chainer.config.train
-    assert_population(model[0], batches())
-    assert (model[0].N, model[1].N) == (3, 0)
-    np.testing.assert_array_equal(model[1].avg_var, 0)
-
-
 def test_a_last_batch_of_one_sample_is_an_error_of_multi_node_links() -> None:
     data = [np.ones((3, C)), np.ones((1, C))]
     with pytest.raises(
@@ -61,15 +51,6 @@ def test_a_step_of_step_statistics_stands_aside() -> None:
         assert_population(link, batches())
     mean = 0.9 * rows(batches()).mean(1) + 0.1 * rows([x]).mean(1)
     np.testing.assert_allclose(link.avg_mean, mean, rtol=1e-10)
-
-
-def test_chainers_own_finetuning_differs() -> None:
-    """The negative control."""
-    link, data = plain(), batches()
-    for x in data:
-        link(x, finetune=True)
-    assert np.abs(link.avg_mean / rows(data).mean(1) - 1).max() > 0.05
-    assert np.abs(link.avg_var / rows(data).var(1, ddof=1) - 1).max() > 0.05
 
 
 def test_finetuning_follows_the_axes_of_a_link() -> None:

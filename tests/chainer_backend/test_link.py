@@ -1,7 +1,9 @@
 """The Chainer link and create_mnbn_model in one process."""
 
 import copy
+import math
 import pickle
+import warnings
 from typing import Any
 
 import chainer
@@ -11,7 +13,12 @@ from chainer import functions as F
 from chainer import links as L
 
 from multibn import SingleProcess, as_communicator
-from multibn.chainer_backend import MultiNodeBatchNormalization, step_statistics
+from multibn.chainer_backend import (
+    MultiNodeBatchNormalization,
+    create_mnbn_model,
+    step_statistics,
+)
+from multibn.communicators import nonfinite as _nonfinite
 from multibn.parity.oracle import relative_error
 from tests.helpers.ranks import (
     CountingCommunicator,
@@ -53,6 +60,9 @@ def test_alone_it_is_chainers_batch_normalization(shape: tuple[int, ...], finetu
         np.testing.assert_allclose(ours(x).array, theirs(x).array, rtol=1e-10)
 
 
+X = np.zeros((4, 3, 7))
+
+
 @pytest.mark.parametrize(
     "x, options, kind, message",
     [
@@ -64,6 +74,20 @@ def test_alone_it_is_chainers_batch_normalization(shape: tuple[int, ...], finetu
         (chainer.Variable(), {}, TypeError, "or an array: got Variable without an array"),
         (np.ma.ones((2, 3)), {}, TypeError, "must be a plain array: got MaskedArray. Pass numpy"),
         (np.ones((4, 3)), {"axis": (0, 2)}, ValueError, r"to reduce, \(0, 2\): got"),
+        (X, {"mask": X == 0}, ValueError, r"\(4, 7\), or .* got \(4, 3, 7\)"),
+        (X, {"mask": X[:, 0]}, TypeError, "`mask` must have dtype bool .*: got float64"),
+        (X, {"mask": [True] * 7}, TypeError, "`mask` must be an array of numpy, .* got list"),
+        (X, {"mask": chainer.Variable(X[:, 0])}, TypeError, "`mask` must .* got Variable"),
+        (X, {"lengths": np.array([1, 8, 1, 1])}, ValueError, "from 0 to 7, .* got 8 for sample 1"),
+        (
+            X,
+            {"lengths": np.array([1, 2, 1, -1])},
+            ValueError,
+            "from 0 to 7, .* got -1 for sample 3",
+        ),
+        (X, {"residual": X[..., :1]}, ValueError, r"the shape and dtype of the input, \(4, 3, 7\)"),
+        (X, {"residual": X.astype("f")}, ValueError, r"got \(4, 3, 7\) and float32"),
+        (X, {"residual": 1.0}, TypeError, "`residual` must be a Variable or an array: got float"),
     ],
 )
 def test_a_wrong_input_on_one_rank_is_an_error_on_all(
@@ -72,8 +96,10 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(
     """It is one for the rank alone in evaluation."""
 
     def call(wrong: bool, communicator: Any) -> None:
-        link = MultiNodeBatchNormalization(**{"size": 3, "comm": communicator, **options})
-        link(x if wrong else np.ones((2, 3, 5)))
+        of_link = {"axis": options["axis"]} if "axis" in options else {}
+        link = MultiNodeBatchNormalization(3, communicator, **of_link)
+        given = {} if of_link or not wrong else options
+        link(x if wrong else np.ones((2, 3, 5)), **given)
 
     errors_of_rank_0(call, kind, message)
     with chainer.using_config("train", False), pytest.raises(kind, match=message):
@@ -228,3 +254,108 @@ def test_a_step_that_fails_or_has_no_batch_changes_nothing() -> None:
         step_statistics(L.Linear(2)),
     ):
         pass
+
+
+# With a ReLU, and with an addition before: see test_second_order.py for gradients.
+
+
+def link_of(**options: Any) -> Any:
+    options |= {"initial_gamma": np.array([1.5, -0.5, 1]), "initial_beta": np.arange(3.0)}
+    return MultiNodeBatchNormalization(3, LOCAL, dtype=np.float64, **options)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("lengths", [None, np.asarray([5, 2, 0, 4])], ids=["all", "lengths"])
+def test_a_fused_pass_equals_separate_functions(relu: bool, training: bool, lengths: Any) -> None:
+    x, residual = np.random.default_rng(1).normal(size=(2, 4, 3, 5))
+    apart, fused = link_of(), link_of(fuse_relu=relu)
+    with chainer.using_config("train", training):
+        expected = apart(x, lengths=lengths).array + residual
+        y = fused(x, residual=residual, lengths=lengths).array
+    expected = np.maximum(expected, 0) if relu else expected
+    if lengths is not None:
+        expected = np.where(np.arange(5) < lengths[:, None, None], expected, 0)
+    np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
+    np.testing.assert_array_equal(fused.avg_var, apart.avg_var)
+
+
+def test_gradients_have_the_dtypes_of_their_parameters() -> None:
+    """A residual in half precision is the node's last input."""
+    link = MultiNodeBatchNormalization(3, LOCAL, dtype=np.float32, fuse_relu=True)
+    x, residual = (chainer.Variable(np.ones((4, 3, 5), np.float16)) for _ in range(2))
+    y = link(x, residual=residual)
+    F.sum(y * y).backward(enable_double_backprop=True)
+    assert link.gamma.grad.dtype == link.beta.grad.dtype == np.float32
+    assert x.grad.dtype == residual.grad.dtype == np.float16
+
+
+def test_the_node_has_what_an_exporter_reads_or_says_why_not() -> None:
+    """onnx_chainer knows the node by Chainer's name, and reads `axis` and `eps` in training."""
+    x = np.random.default_rng(0).normal(size=(4, 3, 5)).astype("f")
+    link = MultiNodeBatchNormalization(3, None, eps=0.1)
+    node = link(x).creator_node
+    assert (type(node).__name__, node.axis, node.eps) == ("BatchNormalization", (0, 2), 0.1)
+    fused = MultiNodeBatchNormalization(3, None, fuse_relu=True)
+    for y in (fused(x), link(x, residual=x), link(x, lengths=np.full(4, 3))):
+        with pytest.raises(NotImplementedError, match=r"a ReLU inside\. Export .* train=False"):
+            y.creator_node.axis  # noqa: B018
+
+
+# Batches that are not finite.
+
+
+def _averages(link: Any) -> list[Any]:
+    return [link.avg_mean.copy(), link.avg_var.copy(), link.N]
+
+
+@pytest.mark.filterwarnings("ignore:rank . of 2 has skipped:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow|invalid value:RuntimeWarning")
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize("dtype, nonfinite", [(np.float16, None), (np.float32, "skip")])
+def test_all_later_steps_are_those_without_the_batch(
+    dtype: Any, nonfinite: Any, finetune: bool
+) -> None:
+    def results(communicator: Any, sees: bool) -> list[Any]:
+        counting = CountingCommunicator(communicator)
+        link = MultiNodeBatchNormalization(3, counting, dtype=np.float32, nonfinite=nonfinite)
+        rng, found = np.random.default_rng(communicator.rank), []
+        for step in range(4):
+            x = chainer.Variable(rng.normal(size=(4, 3)).astype(dtype))
+            if step == 2:
+                if not sees:
+                    continue
+                x.array[0, 1] = [1, np.inf][communicator.rank]
+            before, num_messages = _averages(link), len(counting.messages)
+            y = link(x, finetune=finetune)
+            y.grad = np.ones_like(y.array)
+            y.backward()
+            if step == 2:
+                assert np.isnan(y.array).all()
+                assert np.isnan(x.grad).all()
+                np.testing.assert_equal(_averages(link), before)
+                assert len(counting.messages) - num_messages == 2
+            else:
+                found += [y.array, x.grad, *_averages(link)]
+        return found
+
+    saw, never_saw = (run_ranks(2, lambda c, s=s: results(c, s)) for s in (True, False))  # type: ignore[misc]
+    np.testing.assert_equal(saw, never_saw)
+
+
+def test_nonfinite_says_whether_a_link_skips_or_raises() -> None:
+    x = np.ones((4, 3), np.float32) * np.arange(4, dtype="f")[:, None]
+    x[0, 0] = np.inf
+    model = chainer.Sequential(chainer.Sequential(L.BatchNormalization(3)))
+    converted: Any = create_mnbn_model(model, LOCAL, nonfinite="skip")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "overflow|invalid value", RuntimeWarning)
+        _nonfinite._warned_at = -math.inf
+        text = "rank 0 of 1 has skipped a batch in layer 0.0,"
+        with pytest.warns(RuntimeWarning, match=text) as caught:
+            assert np.isnan(converted(x).array).all()
+        assert caught[0].filename == __file__  # not a line of multibn's or Chainer's
+        raising = MultiNodeBatchNormalization(3, LOCAL, nonfinite="raise")
+        for link, v in ((raising, x.astype("e")), (MultiNodeBatchNormalization(3, None), x)):
+            with pytest.raises(FloatingPointError, match="are not finite"):
+                link(v)

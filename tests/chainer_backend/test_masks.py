@@ -14,7 +14,7 @@ from multibn.chainer_backend import (
     step_statistics,
 )
 from multibn.parity.oracle import relative_error
-from tests.helpers.ranks import ThreadCommunicator, errors_of_rank_0, run_ranks
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C, STEPS = 3, 7
 LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks
@@ -107,24 +107,6 @@ def test_a_step_of_masked_micro_batches_equals_one_batch() -> None:
             link(x, lengths=lengths)
     expected(np.concatenate([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
     assert relative_error(link.avg_var, expected.avg_var) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({"mask": np.ones((4, C, STEPS), bool)}, ValueError, r"\(4, 7\), or .* got \(4, 3, 7\)"),
-        ({"mask": np.ones((4, STEPS))}, TypeError, "`mask` must have dtype bool .*: got float64"),
-        ({"mask": [True] * STEPS}, TypeError, "`mask` must be an array of numpy, .* got list"),
-        ({"mask": chainer.Variable(np.ones((4, STEPS)))}, TypeError, "`mask` must .* got Variable"),
-        ({"lengths": np.array([1, 8, 1, 1])}, ValueError, "from 0 to 7, .* got 8 for sample 1"),
-        ({"lengths": np.array([1, 2, 1, -1])}, ValueError, "from 0 to 7, .* got -1 for sample 3"),
-    ],
-)  # fmt: skip
-def test_wrong_masks_are_errors_on_all(options: Any, error: Any, message: str) -> None:
-    def train(wrong: bool, communicator: ThreadCommunicator) -> None:
-        link_of(communicator)(np.zeros((4, C, STEPS)), **(options if wrong else {}))
-
-    errors_of_rank_0(train, error, message)
 
 
 def test_a_mask_that_leaves_nothing_is_an_error_on_all_ranks() -> None:

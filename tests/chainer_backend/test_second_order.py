@@ -27,22 +27,6 @@ def link_of(communicator: Any, gamma: Any = None, beta: Any = None) -> Any:
     return link
 
 
-def test_first_order_is_the_same_with_a_graph() -> None:
-    parameters = np.random.default_rng(9).normal(1, 0.3, (2, C))
-    for dtype, rtol in ((np.float64, 1e-11), (np.float32, 1e-5), (np.float16, 1e-2)):
-        x, dy = X.astype(dtype), DY.astype(dtype)
-        wide = parameters.astype(np.float32 if dtype == np.float16 else dtype)
-        results = []
-        for enable in (False, True):
-            variables = [chainer.Variable(a) for a in (x, *wide)]
-            y = link_of(SingleProcess(), *variables[1:])(variables[0])
-            grads = chainer.grad([y], variables, [dy], enable_double_backprop=enable)
-            assert [g.dtype for g in grads] == [v.dtype for v in variables]
-            results.append([g.array.astype(np.float64) for g in grads])
-        for a, b in zip(*results, strict=True):
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
-
-
 def test_a_graph_takes_one_message_more() -> None:
     """A graph takes one message more; without one nothing changes."""
     counting = CountingCommunicator(SingleProcess())
