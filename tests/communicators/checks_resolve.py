@@ -1,10 +1,8 @@
 """Statistics shared in groups of ranks, against the oracle of each group."""
 
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,31 +12,15 @@ from torch import Tensor
 
 from multibn import Group, as_communicator
 from multibn.communicators import Communicator, resolve
-from multibn.parity import oracle
-from multibn.parity.oracle import relative_error
-from multibn.torch_backend import (
-    NaiveSyncBatchNorm1d,
-    NaiveSyncBatchNorm2d,
-    NaiveSyncBatchNorm3d,
-    SyncBatchNorm,
-)
+from multibn.torch_backend import NaiveSyncBatchNorm2d, SyncBatchNorm
 from tests.communicators import conformance
 from tests.harness.runs import on, only
-from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
 
 
 C = 3
-EPS = 1e-5
-NAIVE: dict[str, Any] = {"weighting": "rank", "running_var": "biased"}
-LAYERS: list[tuple[Any, tuple[int, ...]]] = [
-    (NaiveSyncBatchNorm1d, ()),
-    (NaiveSyncBatchNorm1d, (5,)),
-    (NaiveSyncBatchNorm2d, (4, 3)),
-    (NaiveSyncBatchNorm3d, (2, 3, 4)),
-]
 
 
 def _pair(world: Communicator) -> int:
@@ -67,9 +49,6 @@ def _members(world: Communicator, group: Communicator) -> list[int]:
     table = np.zeros(group.size, dtype=np.int64)
     table[group.rank] = world.rank
     return group.allreduce(table).tolist()
-
-
-# Which ranks are in a group
 
 
 def check_groups_conform(world: Communicator) -> None:
@@ -117,75 +96,6 @@ def check_layers_of_equal_groups_share_one_communicator(world: Communicator) -> 
     assert backward == ([] if alone else [2 * C + 2] * 20)
     assert counting.take() == []
     assert counting.num_splits == (k < world.size)  # one machine is no reason to split
-
-
-# The numbers
-
-
-def _errors(
-    world: Communicator,
-    layer_class: Any,
-    spatial: tuple[int, ...],
-    dtype: Any,
-    options: dict[str, Any],
-    k: int,
-    formula: dict[str, Any] | None = None,
-) -> dict[str, float]:
-    """The largest relative errors of a step, from the oracle of `k` ranks with other batches."""
-    formula = options if formula is None else formula
-    settings = {"num_sync_devices": k, "eps": EPS, "momentum": 1.0, **options}
-    layer = layer_class(num_features=C, process_group=world, affine=False, **settings)
-    shapes = [(3 + 3 * (rank % k), C, *spatial) for rank in range(world.size)]
-    mates, me = _mates(world, k), world.rank % k
-    xs, dys = ([_array((r, n), shapes[r]).astype(dtype) for r in mates] for n in (0, 1))
-    x = torch.from_numpy(xs[me]).requires_grad_()
-    y = layer.to(x.dtype)(x)
-    y.backward(torch.from_numpy(dys[me]))
-    weighting = formula.get("weighting", "element")
-    whole = oracle.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=EPS, weighting=weighting)
-    factor = 1.0 if "running_var" in formula else whole.count / (whole.count - 1)
-    seen: Any = (
-        ("y", y, whole.y[me]),
-        ("dx", x.grad, whole.dx[me]),
-        ("running_mean", layer.running_mean, whole.mean),
-        ("running_var", layer.running_var, factor * whole.var),
-    )
-    return {name: relative_error(got.detach().numpy(), want) for name, got, want in seen}
-
-
-def check_a_group_gives_the_numbers_of_its_formula(world: Communicator) -> None:
-    """The formula is one process's on the group's batch; with NAIVE the originals'."""
-    for (layer_class, spatial), dtype, options in itertools.product(
-        LAYERS, (np.float64, np.float32), ({}, NAIVE)
-    ):
-        errors = _errors(world, layer_class, spatial, dtype, options, _pair(world))
-        bound = 1e-11 if dtype is np.float64 else 2e-6
-        assert all(error < bound for error in errors.values()), (layer_class, errors)
-        with machines(world, 1):  # all ranks of all machines; `num_sync_devices` is not read
-            settings = {"num_sync_devices": 1, "global_sync": True, **options}
-            everywhere = _errors(world, layer_class, spatial, dtype, settings, world.size)
-        assert all(error < bound for error in everywhere.values()), (layer_class, everywhere)
-    # The negative control: uneven batches tell the naive formula from the exact statistics.
-    errors = _errors(world, *LAYERS[2], np.float64, {}, _pair(world), formula=NAIVE)
-    assert errors["running_var"] > 1e-3, errors
-    assert world.size == 1 or errors["y"] > 1e-3, errors
-
-
-def check_layers_train_without_parameters_or_buffers(world: Communicator) -> None:
-    """Each pair has an empty rank: the originals crash there."""
-    k = _pair(world)
-    x = _array((world.rank, 1), (0 if world.rank % 2 else 3, C, 2, 3, 4))
-    options: Any
-    for options in ({"affine": False}, {"track_running_stats": False}, {"momentum": None}):
-        layer = NaiveSyncBatchNorm3d(k, num_features=C, process_group=world, **NAIVE, **options)
-        t = torch.from_numpy(x).requires_grad_()
-        y = layer.double()(t)
-        y.square().sum().backward()
-        assert t.grad is not None
-        if len(x):
-            np.testing.assert_allclose(y.detach(), normalized([x], EPS)[0], rtol=1e-10, atol=1e-12)
-        if layer.num_batches_tracked is not None:
-            assert int(layer.num_batches_tracked) == 1
 
 
 @only("torchrun", sizes=(2,))
@@ -246,9 +156,5 @@ class CountingGroups(CountingCommunicator):
         return taken
 
 
-def _array(seed: tuple[int, ...], shape: Sequence[int]) -> Any:
-    return np.random.default_rng(seed).normal(1, 2, shape)
-
-
 def _tensor(seed: tuple[int, ...], shape: Sequence[int]) -> Tensor:
-    return torch.from_numpy(_array(seed, shape))
+    return torch.from_numpy(np.random.default_rng(seed).normal(1, 2, shape))

@@ -1,4 +1,4 @@
-"""Communicators without a launcher."""
+"""Communicators without a launcher; processes and communicators beside MPI.COMM_WORLD's."""
 
 import os
 import re
@@ -74,8 +74,10 @@ _WORLDS = """if True:
 """
 
 
-@pytest.mark.parametrize("library", ["torch", "mpi4py"])
-@pytest.mark.parametrize("variable", ["", *_SIZES])
+@pytest.mark.parametrize(
+    "library, variable",
+    [*zip(["torch", "mpi4py"] * 2, _SIZES, strict=True), ("torch", ""), ("mpi4py", "")],
+)
 def test_a_world_of_one_under_a_launcher_of_several_warns(library: str, variable: str) -> None:
     """The launcher is another MPI's, for example; a group that is meant to be one is quiet."""
     require.need(*{"torch": ["torch"], "mpi4py": ["mpiexec"]}[library])
@@ -123,4 +125,36 @@ def test_a_program_may_finalize_mpi_itself(tmp_path: Path) -> None:
         "MPI.Finalize()\n"
     )
     ran = launch.run("mpiexec", 2, str(tmp_path / "program.py"), real=True)
+    assert ran.returncode == 0, ran.stdout
+
+
+_SPAWNED = """
+import copy, sys
+import numpy as np
+from mpi4py import MPI
+
+parent = MPI.Comm.Get_parent()
+groups = [parent] if parent else [
+    MPI.COMM_SELF.Spawn(sys.executable, ["-m", "mpi4py", __file__], maxprocs=1) for _ in range(2)]
+merged = [group.Merge(high=group == parent) for group in groups]
+
+from multibn import Group, as_communicator
+from tests.communicators.phases import Phase
+
+for comm in map(as_communicator, merged):
+    summed = Phase(comm, "bn").allreduce(np.arange(4.0) + comm.rank)
+    np.testing.assert_array_equal(summed, 2 * np.arange(4.0) + 1)
+    assert copy.deepcopy(comm) is comm
+parts = [Group(comm, "machine") for comm in merged]
+for part in parts:
+    part.allreduce(np.ones(1))
+assert len({part._look_up().channel for part in parts}) == len(parts)
+"""
+
+
+def test_processes_that_spawn_has_started(tmp_path: Path) -> None:
+    """Each merged communicator is its own, although the world's ranks in them are equal."""
+    require.need("mpiexec")
+    (tmp_path / "program.py").write_text(_SPAWNED)
+    ran = launch.run("mpiexec", 1, str(tmp_path / "program.py"), real=True)
     assert ran.returncode == 0, ran.stdout

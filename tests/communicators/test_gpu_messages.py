@@ -1,4 +1,4 @@
-"""A layer's messages from a GPU, which stand-ins of CuPy and torch have in host memory."""
+"""Messages and sums of a GPU, which stand-ins of CuPy and torch have in host memory."""
 
 import contextlib
 import gc
@@ -15,26 +15,32 @@ import pytest
 from multibn import SingleProcess, wire
 from multibn.communicators.deferred_checks import begin_copy, is_captured, on_stream
 from multibn.communicators.layer_communicator import reject_input
+from multibn.communicators.transports.chainermn import ChainerMN, sum_by_nccl
 from multibn.engine.consistency import check_equal
 from tests.communicators.phases import Phase, errors_of
 from tests.communicators.transports import standin_cupy
 from tests.helpers import require
-from tests.helpers.ranks import EqualRanks, ThreadCommunicator
+from tests.helpers.ranks import EqualRanks, ThreadCommunicator, run_ranks
 
 C = 3
 LENGTH = 2 * C + 2  # of a layer's numbers
 TOGETHER = 4  # messages at which the host looks together, while as many others are sent
 
 
+@pytest.fixture
+def cupy() -> Iterator[Any]:
+    require.need("a machine without CuPy")
+    with standin_cupy.installed() as module:
+        yield module
+
+
 @pytest.fixture(params=["numpy", "cupy"])
-def ones(request: pytest.FixtureRequest) -> Iterator[Any]:
+def ones(request: pytest.FixtureRequest) -> Any:
     """Makes arrays of ones, in host memory or on a GPU."""
     if request.param == "numpy":
-        yield np.ones
-        return
-    require.need("a machine without CuPy")
-    with standin_cupy.installed() as cupy:
-        yield lambda n: cupy.asarray(np.ones(n))
+        return np.ones
+    cupy = request.getfixturevalue("cupy")
+    return lambda n: cupy.asarray(np.ones(n))
 
 
 on_a_gpu = pytest.mark.parametrize("ones", ["cupy"], indirect=True)
@@ -100,40 +106,32 @@ def test_unlike_layers_are_named_later(ones: Any, widths: tuple[int, int]) -> No
         assert str(error).startswith(expected)
 
 
+# What rank 1 adds to a message, or None where the rank refuses its input; and what all ranks say.
+SPOILED: dict[str, tuple[float | None, str]] = {
+    "infinity": (
+        np.inf,
+        r"FloatingPoint.* of an earlier call, bn \(forward, float32, call 1\), are not finite:",
+    ),
+    "a mark": (
+        wire.rank_bit(1),
+        r"FloatingPoint.* NaN, infinity or values that overflow on rank\(s\) \[1\] of 2\. Check",
+    ),
+    "a refusal": (
+        None,
+        r"RuntimeError: rank {rank} stops in an earlier call, bn \(forward, .*, call 1\): the "
+        r"input was rejected on rank\(s\) \[1\] of 2\. See the error on that rank\.$",
+    ),
+}
+
+
 @on_a_gpu
-@pytest.mark.parametrize(
-    "spoiled, kind, expected",
-    [
-        pytest.param(
-            np.inf,
-            FloatingPointError,
-            r"of an earlier call, bn \(forward, float32, call 1\), are not finite:",
-            id="infinity is named by every rank",
-        ),
-        pytest.param(
-            wire.rank_bit(1),
-            FloatingPointError,
-            r"NaN, infinity or values that overflow on rank\(s\) \[1\] of 2\. Check",
-            id="a rank whose input is not finite is named by every rank",
-        ),
-        pytest.param(
-            None,
-            RuntimeError,
-            r"^rank {rank} stops in an earlier call, bn \(forward, .*, call 1\): the "
-            r"input was rejected on rank\(s\) \[1\] of 2\. See the error on that rank\.$",
-            id="a refusal is told to every rank",
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", SPOILED)
 @pytest.mark.parametrize("copied", [(False, False), (True, True), (False, True), (True, False)])
 def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
-    ones: Any,
-    copied: tuple[bool, bool],
-    spoiled: float | None,
-    kind: type[Exception],
-    expected: str,
+    ones: Any, copied: tuple[bool, bool], kind: str
 ) -> None:
     """Eager layers and compiled ones behave alike, also where one follows the other."""
+    spoiled, expected = SPOILED[kind]
 
     def work(world: ThreadCommunicator) -> None:
         layer, other = (Phase(world, "bn", copied=each) for each in copied)
@@ -147,8 +145,7 @@ def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
             other.allreduce(ones(LENGTH))
 
     for rank, error in enumerate(errors_of(2, work)):
-        assert isinstance(error, kind)
-        assert re.search(expected.format(rank=rank), str(error))
+        assert re.match(expected.format(rank=rank), f"{type(error).__name__}: {error}")
 
 
 @on_a_gpu
@@ -314,3 +311,69 @@ def test_calls_in_a_row_wait_for_none_of_their_copies(on_gpu: Callable[..., Any]
     assert [wait().tolist() for wait in waits] == [[n] * 4 for n in range(TOGETHER)]
     begin_copy(on_gpu(9.0), unused)
     assert [len(each) for each in unused.values()] == [TOGETHER - 1], "memory is used again"
+
+
+class NcclCommunicator:
+    """CuPy's, whose pointers are arrays here; alone, it sums over one rank."""
+
+    def __init__(self, world: ThreadCommunicator | None = None) -> None:
+        self._world = world
+
+    def allReduce(  # noqa: N802 (CuPy's name)
+        self, sent: Any, received: Any, n: int, kind: str, operation: str, stream: int
+    ) -> None:
+        assert (n, kind) == (sent.size, sent.dtype)
+        assert (operation, stream) == ("sum", standin_cupy.STREAM)
+        received[...] = self._world.allreduce(sent.copy()) if self._world else sent
+
+
+def test_arrays_are_summed_in_the_current_stream(cupy: Any) -> None:
+    def work(world: ThreadCommunicator) -> None:
+        comm = NcclCommunicator(world)
+        for dtype in ("float16", "float32", "float64", "int32", "int64"):
+            for shape in ((6,), (2, 3), ()):
+                a = np.full(shape, 1 + world.rank, dtype)
+                x = cupy.asarray(a)
+                summed = sum_by_nccl(comm, x)
+                assert (summed.dtype, summed.shape) == (dtype, shape)
+                np.testing.assert_array_equal(summed.get(), np.full(shape, 3, dtype))
+                np.testing.assert_array_equal(x.get(), a)
+
+    run_ranks(2, work)
+
+
+def test_the_communicator_of_chainermn_sums_what_is_on_a_gpu(cupy: Any) -> None:
+    made = []
+
+    class PureNcclCommunicator:
+        nccl_comm = NcclCommunicator()
+
+        def _init_comms(self) -> None:
+            made.append(True)
+
+    communicator = ChainerMN.__new__(ChainerMN)
+    communicator.comm = PureNcclCommunicator()
+    communicator.communication_backend = "nccl"
+    x = cupy.asarray(np.arange(3.0))
+    assert communicator.reduces_on_device(x)
+    assert not communicator.reduces_on_device(np.ones(3))
+    np.testing.assert_array_equal(communicator.allreduce(x).get(), np.arange(3.0))
+    assert made == [True]
+    communicator.communication_backend = "mpi"
+    assert not communicator.reduces_on_device(x)
+
+
+def test_the_gpu_is_that_of_the_array(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may compute on its second GPU without making that GPU the current one."""
+    current, used = ["the first GPU"], []
+
+    @contextlib.contextmanager
+    def second(x: Any) -> Iterator[None]:
+        current.append("the second GPU")
+        yield
+        current.pop()
+
+    monkeypatch.setattr(NcclCommunicator, "allReduce", lambda *_: used.append(current[-1]))
+    monkeypatch.setattr(standin_cupy.ndarray, "device", property(second))
+    sum_by_nccl(NcclCommunicator(), cupy.asarray(np.ones(3)))
+    assert used == ["the second GPU"]
