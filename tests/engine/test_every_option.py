@@ -1,6 +1,6 @@
 """Every option of a layer does what it says, in every way in which a layer runs.
 
-One by one, each option gets another value than the default. Two ranks, which hold unlike numbers of
+Each option gets another value than the default. Two ranks, which hold unlike numbers of
 samples and of elements, take two steps and evaluate; a float64 oracle that knows no layer computes
 what must come out.
 """
@@ -8,7 +8,7 @@ what must come out.
 import inspect
 import pickle
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeAlias
@@ -204,15 +204,26 @@ WAYS = [
     ("link", "double backward", "eager"),
 ]
 WAYS = list(dict.fromkeys(WAYS))
-CASES = [
-    pytest.param(way, option, value, id=f"{'-'.join(way)}-{option}={value}")
-    for way in WAYS
-    for option, values in OTHERS.items()
-    for value in values
-    if option not in LACKS[way[0]].split()
-    # torch's own pass divides by its counter then, which no graph can do.
-    and (way[:2], value) != (("own call", "traced"), None)
-]
+ALONE = "affine", "bias", "track_running_stats", "num_splits"
+
+
+def _options(way: Way) -> Iterator[dict[str, Any]]:
+    """Other options than the defaults: one by one, or together where each case compiles."""
+    values = {name: each for name, each in OTHERS.items() if name not in LACKS[way[0]].split()}
+    if way[:2] == ("own call", "traced"):
+        # torch's own pass divides by its counter then, which no graph can do.
+        values["momentum"] = [each for each in values["momentum"] if each is not None]
+    together = {}
+    if {"compiled", "traced", "exported"} & {*way}:
+        together = {name: each for name, each in values.items() if name not in ALONE}
+    for n in range(max(map(len, together.values()), default=0)):
+        yield {name: each[n % len(each)] for name, each in together.items()}
+    for name in [name for name in values if name not in together]:
+        for value in values[name]:
+            yield {name: value}
+
+
+CASES = [(way, options) for way in WAYS for options in _options(way)]
 
 
 def _train(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[str, Any]:
@@ -349,22 +360,22 @@ def test_a_layer_that_was_pickled_before_an_option_has_its_default(name: str) ->
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-@pytest.mark.parametrize("way, option, value", CASES)
-def test_an_option_does_what_it_says(way: Way, option: str, value: Any) -> None:
-    o = DEFAULTS | {option: value}
+@pytest.mark.parametrize("way, options", CASES, ids=str)
+def test_an_option_does_what_it_says(way: Way, options: dict[str, Any]) -> None:
+    o = DEFAULTS | options
     torch._dynamo.reset()
     train = partial(_train_link if "link" in way[0] else _train, way, o)
     ranks = run_ranks(2, train)
     wrong = []
     for rank, (found, right) in enumerate(zip(ranks, _expected(way[0], o), strict=True)):
         for key, array in found.items():
-            if way[0] == "sub" and option == "num_splits" and key not in ("y", "dx"):
+            if way[0] == "sub" and "num_splits" in options and key not in ("y", "dx"):
                 continue  # of a population, see test_sub_batch_norm
             if key in ("dweight", "dbias"):
                 array = sum(each[key] for each in ranks)
             if (error := oracle.relative_error(array, right[key])) > 1e-9:
                 wrong.append(f"{key} on rank {rank}: off by {error:.2g}")
-    assert not wrong, f"`{option}={value!r}` is ignored, or wrong, in {way}: {'; '.join(wrong)}"
+    assert not wrong, f"`{options}` is ignored, or wrong, in {way}: {'; '.join(wrong)}"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*has skipped a batch")

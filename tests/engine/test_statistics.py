@@ -12,10 +12,10 @@ import pytest
 from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
 from multibn.communicators.layer_communicator import reject_input
-from multibn.engine import PopulationEstimator, statistics
+from multibn.engine import PopulationEstimator, running_variance, statistics
 from multibn.engine.masks import WEIGHTINGS, rank_weight
 from multibn.engine.plan import Plan
-from multibn.engine.statistics import aggregate, local_moments
+from multibn.engine.statistics import BatchStatistics, aggregate, local_moments
 from multibn.kernels import Gradient, NormArgs
 from multibn.kernels.spec import unpack
 from multibn.parity import oracle
@@ -177,14 +177,8 @@ def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
 @pytest.mark.parametrize("axis", [(0, 1, 2), (0,), (0, 2)])
 def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).normal(size=(4, 3, 2, 5))
-    i = NormArgs(xp.asarray(x), None, None, EPS, axis)
-    y, packed = Plan(i, SingleProcess(), weighting="element").forward(i)
-    batch = unpack(packed)
-    moments = local_moments(i.x, axis=axis)
-    np.testing.assert_allclose(as_numpy(moments.mean), as_numpy(batch.mean), rtol=1e-12)
-    mean, var = x.mean(axis, keepdims=True), x.var(axis, keepdims=True)
-    np.testing.assert_allclose(as_numpy(batch.mean), mean.squeeze(axis), rtol=1e-12)
-    np.testing.assert_allclose(as_numpy(y), (x - mean) / np.sqrt(var + EPS), rtol=1e-10)
+    mean = local_moments(xp.asarray(x), axis=axis).mean
+    np.testing.assert_allclose(as_numpy(mean), x.mean(axis), rtol=1e-12)
 
 
 def test_a_refusal_reaches_the_other_ranks() -> None:
@@ -290,3 +284,26 @@ def test_the_rank_of_squares_that_overflow_is_named(dtype: str, large: float) ->
             Plan(i, communicator, weighting="element").forward(i)
 
     run_ranks(2, refused)
+
+
+BATCH = BatchStatistics(np.array([2.0]), np.array([3.0]), np.array(10.0), np.array(0.1))
+
+
+@pytest.mark.parametrize(
+    "convention, local_count, factor",
+    [
+        ("unbiased_global", 4, 10 / 9),
+        ("unbiased_local", 4, 4 / 3),
+        ("unbiased_local", 1, 1),  # ChainerMN's m/max(m-1, 1)
+        ("unbiased_local", 0, 10 / 9),  # of a rank without data, which has no factor of its own
+        ("unbiased_local", np.array(0.0), 10 / 9),
+        ("unbiased_local", np.array(1.0), 1),
+        ("unbiased_local", np.array(2.0), 2),
+        ("biased", 4, 1),
+    ],
+)
+def test_each_convention_has_its_factor_of_the_variance(
+    convention: str, local_count: float, factor: float
+) -> None:
+    got = running_variance(BATCH, local_count=local_count, convention=convention)  # type: ignore[arg-type]
+    np.testing.assert_allclose(got, [3.0 * factor])
