@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import require
+from tests.helpers import launch, require
+from tests.helpers.spread import spread
 from tests.kernels.passes import takes_int_of_an_array
 
 HERE = Path(__file__).parent
@@ -26,14 +27,9 @@ CHECKS = [str(HERE / f"{name}.py") for name in NAMES.split()]
 
 
 def _run_checks(*, interpreted: bool) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS],
-        cwd=HERE.parents[1],
-        env=os.environ | {"TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,  # 50 s where no other process takes the cores
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS]
+    variables = os.environ | {"TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
+    return launch.captured(*command, timeout=900, env=variables)
 
 
 @pytest.mark.skipif(
@@ -54,9 +50,12 @@ def test_the_checks_pass_on_a_gpu() -> None:
     assert " passed" in run.stdout
 
 
-@pytest.mark.parametrize("with_all", [True, False])
-@pytest.mark.parametrize("kernel", ["moments", "normalize", "backward_sums", "input_gradient"])
-@pytest.mark.parametrize("columns", [0, 1, 2])
+PASSES = ["moments", "normalize", "backward_sums", "input_gradient"]
+
+
+@pytest.mark.parametrize(
+    "columns, kernel, with_all", spread([0, 1, 2], PASSES, over=[[True, False]])
+)
 def test_the_passes_compile_for_a_gpu(
     columns: int, kernel: str, with_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

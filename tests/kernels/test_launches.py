@@ -1,4 +1,4 @@
-"""Launches of kernels on a GPU: what Triton looks at, and what the core runs."""
+"""Launches of kernels on a GPU: what Triton looks at, what the core runs, which layouts fit."""
 
 import contextlib
 import subprocess
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from multibn.kernels.layout import sizes_in_memory
 from tests.helpers import require
+from tests.helpers.launch import captured
 
 
 def test_triton_looks_at_the_arguments_of_a_first_launch_only(
@@ -138,9 +140,7 @@ def test_the_core_runs_prepared_launches(tmp_path: Path) -> None:
     source.write_text(_DRIVER)
     options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     subprocess.run(["cc", *options, "-o", str(library), str(source)], check=True)
-    ran = subprocess.run(
-        [sys.executable, "-c", _LAUNCHES, str(library)], capture_output=True, text=True
-    )
+    ran = captured(sys.executable, "-c", _LAUNCHES, str(library))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [
         "RuntimeError cuLaunchKernel failed with CUDA's error 700",
@@ -149,3 +149,22 @@ def test_the_core_runs_prepared_launches(tmp_path: Path) -> None:
         "ValueError a launch must have at most 40 parameters",
         "ValueError a launch must have at most 40 parameters",
     ]
+
+
+@pytest.mark.parametrize(
+    "shape, strides, axis, sizes",
+    [
+        pytest.param((2, 3, 4, 5), (60, 20, 5, 1), (0, 2, 3), (2, 3, 20), id="contiguous"),
+        pytest.param((2, 3, 4, 5), (60, 1, 15, 3), (0, 2, 3), (40, 3, 1), id="channels last"),
+        pytest.param((2, 3, 4, 5), (60, 20, 1, 4), (0, 2, 3), (2, 3, 20), id="columns first"),
+        pytest.param((4, 3, 5), (15, 5, 1), (0,), (4, 15, 1), id="two channel axes"),
+        pytest.param((4, 3, 5), (15, 1, 3), (0,), None, id="channel axes not in order"),
+        pytest.param((3, 4, 5), (20, 5, 1), (1,), None, id="a reduced axis between channels"),
+        pytest.param((4, 3, 5), (30, 10, 2), (0, 2), None, id="gaps"),
+        pytest.param((1, 3, 1), (7, 1, 9), (0, 2), (1, 3, 1), id="axes of one element"),
+    ],
+)
+def test_an_activation_has_three_sizes_in_memory_or_is_copied(
+    shape: Any, strides: Any, axis: Any, sizes: Any
+) -> None:
+    assert sizes_in_memory(shape, strides, axis) == sizes

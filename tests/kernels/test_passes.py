@@ -75,7 +75,7 @@ def test_every_layout_dtype_and_mask_gives_the_exact_numbers(
     """So do ReLU and residual, and weights and biases of any dtype."""
     seed = SHAPES.index(shape) + 20 * DTYPES.index(dtype) + 100 * (order is last)
     rng = np.random.default_rng(seed)
-    number = 2 if INTERPRETED else 5 if kernels is reference or math.prod(shape) > 5000 else 20
+    number = 1 if INTERPRETED else 5 if kernels is reference or math.prod(shape) > 5000 else 20
     for n, at in enumerate(rng.permutation(len(VARIANTS))[:number]):
         relu, residual, mask = VARIANTS[at]
         of = LIBRARIES[n % len(LIBRARIES)] if dtype != "bfloat16" else as_torch
@@ -227,18 +227,20 @@ def test_an_empty_input_is_taken(kernels: Any, shape: tuple[int, ...], of: Any) 
     np.testing.assert_array_equal(message, [0.0] * (2 * shape[1] + 2))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", ["x", "dy", "mean", "var", "weight", "bias", "sums"])
+PLACES = ["x", "dy", "mean", "var", "weight", "bias", "sums"]
+BAD = [np.nan, np.inf, -np.inf]
+
+
 @pytest.mark.parametrize(
-    "shape, order, of",
-    spread(SHAPES[: 1 if INTERPRETED else 3], [np.asarray, last], over=[LIBRARIES]),
-    ids=lambda v: getattr(v, "__name__", str(v)),
+    "case",
+    spread(SHAPES[:1], [np.asarray, last], PLACES, over=[BAD, LIBRARIES])
+    if INTERPRETED
+    else spread(SHAPES[:3], [np.asarray, last], PLACES, BAD, over=[LIBRARIES]),
 )
 @invalid
-def test_what_is_not_finite_stays_in_its_channel(
-    kernels: Any, shape: tuple[int, ...], order: Any, of: Any, place: str, bad: float
-) -> None:
+def test_what_is_not_finite_stays_in_its_channel(kernels: Any, case: Any) -> None:
     """And reaches exactly what the definition says."""
+    shape, order, place, bad, of = case
     i, dy = layer(shape, of=of, order=order, relu=place in ("x", "bias"))
     batch, sums = statistics(i), of(np.linspace(-1, 1, 2 * shape[1]))
     arrays = {**i._asdict(), **batch._asdict(), "dy": dy, "sums": sums}

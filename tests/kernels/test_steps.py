@@ -108,7 +108,7 @@ def moved(
 
 
 @pytest.mark.parametrize(
-    "momentum, n, convention, total, count, dtype, of",
+    "case",
     spread(
         [0.3, 1.0, -0.5, None],
         [None, 0, 3],
@@ -118,17 +118,9 @@ def moved(
         over=[["float32", "float64", "float16"], LIBRARIES],
     ),
 )
-def test_running_statistics_move_by_the_formula(
-    kernels: Any,
-    dtype: str,
-    momentum: Any,
-    n: Any,
-    convention: Any,
-    total: float,
-    count: float,
-    of: Any,
-) -> None:
+def test_running_statistics_move_by_the_formula(kernels: Any, case: Any) -> None:
     """A batch without elements changes nothing; a rank without has the factor of all ranks."""
+    momentum, n, convention, total, count, dtype, of = case
     olds = np.random.default_rng(1).uniform(0.5, 2.0, (2, 7)).astype(dtype)
     counter = None if n is None else of(np.array(n))
     options: Any = {"momentum": momentum, "convention": convention, "num_batches": counter}

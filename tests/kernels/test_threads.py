@@ -64,7 +64,7 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...]) -> None:
 
     right = [run(n) for n in range(len(inputs))]
     with threads(2), ThreadPoolExecutor(len(inputs)) as pool:
-        for n, found in enumerate(pool.map(run, range(3 * len(inputs)))):
+        for n, found in enumerate(pool.map(run, range(2 * len(inputs)))):
             assert_same_bits(found, right[n % len(inputs)])
 
 

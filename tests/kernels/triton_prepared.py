@@ -22,7 +22,7 @@ from multibn.kernels import cuda
 from multibn.kernels.triton import launch, prepared
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled
-from tests.helpers.spread import OTHERS
+from tests.helpers.spread import OTHERS, spread
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
 from tests.kernels.triton_passes import as_on_a_gpu as as_on_a_gpu
@@ -115,9 +115,12 @@ def _train(
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "channels_last"])
-@pytest.mark.parametrize("alone", [False, True], ids=["2 ranks", "1 rank"])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize(
+    "dtype, last, alone", spread(DTYPES, [False, True], over=[[False, True]]), ids=str
+)
 def test_bits_of_dtypes_and_layouts(
     dtype: Any, last: bool, alone: bool, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

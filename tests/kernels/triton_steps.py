@@ -107,17 +107,20 @@ def test_the_launches_of_a_step(launched: list[str], monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(x.grad.double(), both.grad[:4], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(
-    ("relu", "masked", "affine"),
-    [(False, False, True), (True, False, True), (False, True, True), (True, True, False)],
+    "relu, masked, affine, dtype, C",
+    [
+        (False, False, True, "float64", 3),
+        (True, False, True, "float32", 300),  # more channels than a program's block of 256
+        (False, True, True, "bfloat16", 3),
+        (True, True, False, "float32", 3),
+    ],
 )
 def test_the_operators_of_compiled_code_return_the_kernels_coefficients(
-    relu: bool, masked: bool, affine: bool, dtype: str, launched: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    relu: bool, masked: bool, affine: bool, dtype: str, C: int, launched: Any, monkeypatch: Any
+) -> None:
     """The operators take six launches; seven if the output's sign is gone."""
-    C, communicator = 300, Twice()
+    communicator = Twice()
     compiled.register(communicator)
     x, dy = (wide(4, C, 5).to(getattr(torch, dtype)) for _ in range(2))
     mask = (wide(4, 1, 5) > 0) if masked else None
