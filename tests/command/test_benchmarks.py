@@ -1,18 +1,25 @@
-"""The benchmark's command, and its cost model against numbers worked out by hand."""
+"""The benchmark's command, its cost model against numbers worked out by hand, and evidence/."""
 
 import json
 import math
+import platform
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import benchmarks.__main__ as benchmarks
 from benchmarks import layer, machine, parts, peers, scaling
 from benchmarks.scaling import Cluster, all_gather_bytes
+from evidence import batch_size, domains, precise, skew
+from evidence.__main__ import section
 from multibn import SingleProcess
 from multibn.check import timing
-from tests.helpers import require
+from multibn.check.network import resnet50
+from tests.helpers import launch, require
 
 NEEDS = "cli torch dev"
 
@@ -21,25 +28,20 @@ CLUSTER = Cluster()
 
 # NCCL's constants by hand: 6.8 + 2 (7*0.6 + 3*5.0), 6.6 + 2 (56*0.6 + 7*2.7) and so on.
 @pytest.mark.parametrize(
-    "ranks, tree, ring, all_gather, with_payload",
+    "ranks, times",  # by a tree, by a ring, and of an all-gather without data and of 16,388 bytes
     [
-        (8, 15.2, 15.0, 10.8, 13.7),
-        (16, 25.2, 28.8, 17.7, 23.8),
-        (64, 45.2, 111.6, 59.1, 84.9),
-        (1024, 85.2, 1767.6, 887.1, 1306.2),
-        (8192, 115.2, 14132.4, 7069.5, 10425.4),
+        (8, (15.2, 15.0, 10.8, 13.7)),
+        (16, (25.2, 28.8, 17.7, 23.8)),
+        (64, (45.2, 111.6, 59.1, 84.9)),
+        (1024, (85.2, 1767.6, 887.1, 1306.2)),
+        (8192, (115.2, 14132.4, 7069.5, 10425.4)),
     ],
 )
-def test_latencies_of_a_cluster_are_those_found_by_hand(
-    ranks: int, tree: float, ring: float, all_gather: float, with_payload: float
-) -> None:
-    assert CLUSTER.tree_allreduce(ranks, 0) == pytest.approx(tree, abs=0.05)
-    assert CLUSTER.ring_allreduce(ranks, 0) == pytest.approx(ring, abs=0.05)
-    assert CLUSTER.allreduce(ranks, 0) == pytest.approx(min(tree, ring), abs=0.05)
-    assert CLUSTER.all_gather(ranks, 0) == pytest.approx(all_gather, abs=0.05)
-    n = all_gather_bytes(2048)
-    assert n == 16388
-    assert CLUSTER.all_gather(ranks, n) == pytest.approx(with_payload, abs=0.05)
+def test_latencies_of_a_cluster_are_those_found_by_hand(ranks: int, times: Any) -> None:
+    reduced = CLUSTER.tree_allreduce(ranks, 0), CLUSTER.ring_allreduce(ranks, 0)
+    gathered = (CLUSTER.all_gather(ranks, n) for n in (0, all_gather_bytes(2048)))
+    assert (*reduced, *gathered) == pytest.approx(times, abs=0.05)
+    assert CLUSTER.allreduce(ranks, 0) == min(reduced)
 
 
 def test_payloads_and_variants_take_the_time_found_by_hand() -> None:
@@ -80,8 +82,6 @@ def test_ratios_are_medians_of_the_same_rounds() -> None:
 
 
 def test_the_naive_formula_is_batch_norm_in_one_process() -> None:
-    import torch
-
     x = torch.randn(8, 3, 5, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(8, 3, 5, dtype=torch.float64)
     gradients: list[torch.Tensor] = []
@@ -95,10 +95,6 @@ def test_the_naive_formula_is_batch_norm_in_one_process() -> None:
 
 
 def test_the_network_is_resnet50() -> None:
-    import torch
-
-    from multibn.check.network import resnet50
-
     with torch.device("meta"):
         network = resnet50()
         assert network(torch.empty(2, 3, 64, 64)).shape == (2, 1000)
@@ -108,8 +104,6 @@ def test_the_network_is_resnet50() -> None:
 
 
 def test_machine_has_no_name() -> None:
-    import platform
-
     text = json.dumps(machine.describe())
     assert platform.node() not in text
     assert str(Path.home()) not in text
@@ -158,3 +152,24 @@ def test_committed_results_hold_every_part() -> None:
     assert set(results) == {"machine", *parts.PARTS}
     shapes = {tuple(row["shape"]) for row in results["torch"]}
     assert shapes == set(layer.SHAPES)
+
+
+def _results(study: ModuleType) -> dict[str, Any]:
+    text = (launch.ROOT / f"evidence/results/{study.NAME}.json").read_text()
+    results: dict[str, Any] = json.loads(text)
+    return results
+
+
+@pytest.mark.parametrize("study", [skew, precise, batch_size, domains], ids=lambda s: s.NAME)
+def test_the_pages_have_the_results(study: ModuleType) -> None:
+    """The pictures are drawn in pages/test_pictures.py."""
+    assert section(study, _results(study)) in (launch.ROOT / "evidence/README.md").read_text()
+    guide = (launch.ROOT / "docs/guides/which-batch-norm.md").read_text()
+    assert f"]({study.NAME}.svg)" in guide
+
+
+def test_synchronized_layers_gain_50_points_on_skewed_data() -> None:
+    rows = _results(skew)["rows"]
+    assert {row["seed"] for row in rows} == set(range(5))
+    first, _, last = (skew.accuracy(rows, 5, "skewed", norm)[0] for norm in skew.NORMS)
+    assert last - first >= 50

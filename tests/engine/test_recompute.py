@@ -91,7 +91,7 @@ def test_the_stack_is_restored_after_an_error() -> None:
 
 def test_a_pass_that_torch_ends_early_is_not_an_error() -> None:
     """The pass ends when torch has what the backward pass needs, perhaps before a batch norm."""
-    norm = SyncBatchNorm(4, process_group=SingleProcess())
+    norm: Any = SyncBatchNorm(4, process_group=SingleProcess())
     begun, ended = [], []
 
     def block(x: Any) -> Any:

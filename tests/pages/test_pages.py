@@ -1,5 +1,6 @@
-"""The programs on the pages, by the commands of the pages: they print what the pages show."""
+"""The programs on the pages and the notebook's cells print what the pages and the notebook show."""
 
+import json
 import re
 import shlex
 import socket
@@ -13,7 +14,9 @@ from tests.helpers import launch, require
 from tests.helpers.pages import MARKDOWN, TRAINERS, commands, programs
 
 pytestmark = pytest.mark.launches
-PAGES = [page for page in MARKDOWN if commands(page) and page not in TRAINERS]
+# The program of the guide for flax runs in flax_backend/test_flax.py, with warnings as errors.
+ELSEWHERE = {*TRAINERS, "docs/guides/flax.md"}
+PAGES = [page for page in MARKDOWN if commands(page) and page not in ELSEWHERE]
 
 
 def _write_programs(page: str, folder: Path) -> None:
@@ -97,3 +100,23 @@ def test_a_script_ends_although_a_thread_does_not(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout
     losses = commands("README.md")[0].printed
     assert [row for row in ran.stdout.splitlines() if row in losses] == losses
+
+
+NOTEBOOK = launch.ROOT / "examples/two_ranks.ipynb"
+
+
+@pytest.mark.launches
+def test_the_cells_print_what_the_notebook_shows(tmp_path: Path) -> None:
+    require.need("torch")
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code, shown = [f"import os; os.chdir({str(tmp_path)!r})"], []
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        source = "".join(cell["source"])
+        magic, _, rest = source.partition("\n")
+        if magic.startswith("%%writefile "):
+            (tmp_path / magic.removeprefix("%%writefile ")).write_text(rest)
+        else:
+            code.append(source)
+        shown += [line for output in cell["outputs"] for line in output["text"]]
+    assert shown
+    assert launch.printed("-c", "\n".join(code)) == "".join(shown)

@@ -1,4 +1,4 @@
-"""What a package index shows: the description that the build makes of README."""
+"""What a package index shows, made of README, and the types that a checker finds in users' code."""
 
 import re
 import shutil
@@ -46,3 +46,28 @@ def test_links_and_pictures_lead_into_the_repository_or_nowhere(urls: str, tmp_p
     assert "<!--" not in text
     assert built["Description-Content-Type"] == "text/markdown"
     assert built["Summary"].startswith("Synchronized batch normalization")
+
+
+PROGRAM = """
+from torch import Tensor, nn
+from multibn import observing
+from multibn.torch import join
+
+loader: list[tuple[Tensor, int]] = []
+with observing() as seen, join(nn.Linear(1, 1)) as joined:
+    for batch in joined(loader):
+        reveal_type(batch)
+reveal_type(seen)
+"""
+
+
+def test_batches_and_statistics_have_types(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    printed = launch.printed("-m", "mypy", str(program))
+    batch, seen = re.findall('Revealed type is "(.*)"', printed)
+    assert re.search(r"tuple\[torch\._tensor\.Tensor, (builtins\.)?int\]$", batch), printed
+    assert re.match(r"(builtins\.)?list\[.*multibn\.engine\.observing\.LayerStatistics", seen), (
+        printed
+    )
