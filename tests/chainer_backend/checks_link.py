@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import chainer
@@ -18,13 +17,11 @@ from multibn.chainer_backend import (
     multi_node_batch_normalization,
 )
 from multibn.chainer_backend import check_sync as expect_in_sync  # not a check of its own
-from multibn.chainer_backend.links import LinkOptions
 from multibn.communicators import Communicator, SingleProcess
 from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.normalized import normalized
 from tests.helpers.ranks import refusal
-from tests.helpers.spread import OTHERS
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
 
@@ -34,18 +31,6 @@ C = 3
 
 def _normal(seed: Any, *shape: int) -> Any:
     return np.random.default_rng(seed).normal(size=shape)
-
-
-def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None:
-    """Each option that the record names."""
-    others: dict[str, Any] = {f.name: OTHERS.get(f.name, [False])[0] for f in fields(LinkOptions)}
-    others |= {"decay": 0.5, "avg_var": "biased", "dtype": np.float64, "axis": (0, 1)}
-    for name, value in others.items():
-        options = {name: value} if world.rank == 1 else {}
-        link = MultiNodeBatchNormalization(C, world, **options)
-        with pytest.raises(ValueError, match=rf"\[1\] with {name}=") as raised:
-            link(np.ones((4, C, C), "f"))
-        assert str(raised.value).count(f"{name}=") == 2, raised.value
 
 
 def check_nan_in_a_gradient_is_named_in_debug_mode(world: Communicator) -> None:

@@ -360,14 +360,6 @@ def check_a_pickle_of_a_larger_world_or_of_other_ranks_is_refused(world: Communi
             restored.allreduce(np.ones(1))
 
 
-@only(needs=("torch",))
-def check_a_tensor_is_no_communicator(world: Communicator) -> None:
-    import torch
-
-    with pytest.raises(TypeError, match=r"None, a torch ProcessGroup or DeviceMesh, .*Tensor"):
-        as_communicator(torch.ones(2))  # type: ignore[arg-type]
-
-
 @only(sizes=(2,), needs=("torch",))
 def check_the_sums_of_functions_have_their_names(world: Communicator) -> None:
     import torch

@@ -129,6 +129,7 @@ def test_what_names_no_group_is_refused() -> None:
         ([0, 1], TypeError, rf"a communicator must be None.*got \[0, 1\] of type list\.{of_lists}"),
         ((0, 1), TypeError, rf"a communicator must .*got \(0, 1\) of type tuple\.{of_lists}"),
         (True, TypeError, "a communicator must be None.*got True of type bool"),
+        (torch.ones(2), TypeError, r"None, a torch ProcessGroup or DeviceMesh, .*Tensor"),
         ("nccl", TypeError, "'machine' or a number of consecutive ranks: got 'nccl'"),
     ]
     for obj, kind, message in cases:

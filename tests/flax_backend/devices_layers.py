@@ -20,9 +20,7 @@ SHAPE = (NUM_DEVICES, 4, 3, 5, 6)  # devices, N, H, W, C
 class Data:
     """The shards of a batch, and what one process makes of them."""
 
-    def __init__(
-        self, dtype: Any, shards: str, mean: float = 0.0, weighting: str = "element"
-    ) -> None:
+    def __init__(self, dtype: Any, shards: str, mean: float = 0.0) -> None:
         rng = np.random.default_rng(0)
         wide = "float64" if dtype == "float64" else "float32"
         self.x, self.dy = (rng.normal(size=SHAPE) * 2 for _ in range(2))
@@ -37,7 +35,7 @@ class Data:
             mask[2] = False
         self.mask = None if shards == "even" else mask[..., None]
         xs, dys = (list(np.moveaxis(v, -1, 2)) for v in (self.x, self.dy))
-        options: Any = {"eps": 1e-5, "weighting": weighting, "masks": list(mask)}
+        options: Any = {"eps": 1e-5, "masks": list(mask)}
         found = oracle.batch_norm(xs, dys, self.scale, self.bias, **options)
         y, dx = (np.moveaxis(np.stack(v), 2, -1) for v in (found.y, found.dx))
         self.wanted = y, dx, found.dweight, found.dbias, found.mean, found.var
@@ -117,14 +115,6 @@ def check_numbers_of_one_process() -> None:
         assert max(errors[4:]) < 1e-7, (case, errors)
         if over != "jit":  # forward, backward, and the mean that float64 takes away first
             assert num_messages == (3 if dtype == "float64" else 2), case
-
-
-def check_weightings() -> None:
-    for weighting in ("sample", "rank"):
-        data = Data("float32", "uneven", weighting=weighting)
-        found, _ = shared("shard_map", data, "float32", weighting=weighting)
-        errors = data.errors(found)
-        assert max(errors) < 2e-6, (weighting, errors)
 
 
 def check_large_means() -> None:

@@ -264,7 +264,8 @@ def check_arrays_that_explicitly_say_where_they_are() -> None:
     assert_near(sync_batch_norm(shards)[0], right)
 
 
-CASES = ["uneven-float64", "empty-rank", "float16", "masked-sample-weights", "local-count-var"]
+CASES = ["uneven-float64", "empty-rank", "float16", "local-count-var"]
+CASES += ["masked-sample-weights", "masked-rank-weights"]
 
 
 def check_cases_of_the_parity_command() -> None:

@@ -50,29 +50,21 @@ def assert_near(found: Any, wanted: Any, bound: float = 3e-6) -> None:
         assert error < bound, error
 
 
-def check_gradients_and_hessians() -> None:
+def check_derivatives() -> None:
+    """The derivatives of both orders, tangents, and those of a checkpoint."""
     wrt: Any = {"argnums": (0, 1)}
     gradient = in_float64(jax.grad(oracle, **wrt), X, SCALE)
     hessian = in_float64(jax.hessian(oracle, **wrt), X, SCALE)
+    tangent = in_float64(lambda *a: jax.jvp(oracle, a, a), X, SCALE)
     for function in (loss, loss_of_shards):
-        assert_near(jax.jit(jax.grad(function, **wrt))(X, SCALE), gradient)
-        assert_near(jax.jit(jax.jacfwd(function, **wrt))(X, SCALE), gradient)
+        for first in (jax.grad(function, **wrt), jax.grad(jax.checkpoint(function), **wrt),
+                      jax.jacfwd(function, **wrt)):  # fmt: skip
+            assert_near(jax.jit(first)(X, SCALE), gradient)
+        assert_near(jax.jit(lambda *a, f=function: jax.jvp(f, a, a))(X, SCALE), tangent)
+    assert_near(jax.grad(jax.checkpoint(loss), **wrt)(X, SCALE), gradient)
     assert_near(jax.jit(jax.hessian(loss, **wrt))(X, SCALE), hessian, 1e-5)
     found = in_float64(jax.jit(jax.hessian(loss_of_shards, **wrt)), X, SCALE)
     assert_near(found, hessian, 1e-11)
-
-
-def check_tangents() -> None:
-    right = in_float64(lambda *a: jax.jvp(oracle, a, a), X, SCALE)
-    for function in (loss, loss_of_shards):
-        assert_near(jax.jit(lambda *a, f=function: jax.jvp(f, a, a))(X, SCALE), right)
-
-
-def check_checkpoints() -> None:
-    right = in_float64(jax.grad(oracle), X, SCALE)
-    for function in (loss, loss_of_shards):
-        assert_near(jax.jit(jax.grad(jax.checkpoint(function)))(X, SCALE), right)
-    assert_near(jax.grad(jax.checkpoint(loss))(X, SCALE), right)
 
 
 def check_vmap() -> None:
