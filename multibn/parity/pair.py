@@ -117,8 +117,8 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
             f"{path} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
         ) from error
     values = returned if isinstance(returned, tuple | list) else (returned,)
-    models = [model_of(value) for value in values[:2]]
-    kinds: Any = tuple(map(type, models))
+    adapters = [model_of(value) for value in values[:2]]
+    kinds: Any = tuple(map(type, adapters))
     has_array = len(values) == 3 and isinstance(values[2], np.ndarray)
     if not has_array or kinds not in combinations(KINDS, 2):
         raise ValueError(
@@ -126,7 +126,7 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
             "in this order, and a NumPy array: got "
             f"{', '.join(type(v).__qualname__ for v in values)}."
         )
-    (first, second), x = models, values[2]
+    (first, second), x = adapters, values[2]
     # Two samples would be normalized to 1 and -1, with dx = 0.
     if x.dtype.name not in MODEL_BOUNDS or x.shape[:1] < (3,):
         raise ValueError(
