@@ -149,13 +149,8 @@ class Plan:
             batch = unpack(found)
             recompute.record(batch, args, self)
             return y, batch
-        result = None
-        if self._forward is not None:
-            result = self._prepared.forward(args, self._forward)
-        if result is None:
-            with self._prepared.preparing_forward(args):
-                result = self.forward(args, recorded=False)
-        return result
+        run = partial(self.forward, args, recorded=False)
+        return self._prepared.forward(args, self._forward, run)
 
     def _finish_abnormal(
         self, state: int, args: NormArgs, found: tuple[Any, BatchStatistics, Any], phase: Any
@@ -197,8 +192,9 @@ class Plan:
         parameters are this rank's. With `means`, they are the means over the ranks, and `x` must
         need a gradient. `by_verbs` skips launches that an earlier step prepared.
         """
-        if self._prepared is not None and not by_verbs:
-            return self._backward_prepared(g, means)
+        if self._prepared is not None and g.needs_dx and not (means or by_verbs):
+            run = partial(self.backward, g, by_verbs=True)
+            return self._prepared.backward(g, self._backward, run)
         messages, verbs = self._backward, self._verbs
         if not g.needs_dx:
             _, dweight, dbias, *_ = verbs.begin_backward(g)
@@ -212,16 +208,6 @@ class Plan:
         if means:
             dweight, dbias = verbs.parameter_gradients(summed, g, divisor=messages.size)
         return *verbs.finish_backward(g, summed, *begun), dweight, dbias
-
-    def _backward_prepared(self, g: Gradient, means: bool) -> Gradients:
-        """Run `backward` by launches prepared in an earlier step, or prepare them."""
-        found: Gradients | None = None
-        if self._backward is not None and g.needs_dx and not means:
-            found = self._prepared.backward(g, self._backward)
-        if found is None:
-            with self._prepared.preparing_backward(g):
-                found = self.backward(g, means=means, by_verbs=True)
-        return found
 
 
 class _Messages:

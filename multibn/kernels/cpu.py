@@ -4,8 +4,8 @@ Python allocates the results. The core reads the fields of the arguments by name
 addresses of all arrays. The core takes dense activations of any number of dimensions, 16-bit dtypes
 included, whose memory has the order (N, C, S) of `layout`; contiguous and channels-last arrays have
 this order. If the core does not support an array, its function does nothing and returns None. Then
-`_with_copies` tries again with copies, and `reference` computes if that fails, too. The core
-divides a large array among threads.
+`_with_copies` calls the verb again with copies, or `reference` if there is nothing to copy. The
+core divides a large array among threads.
 """
 
 import math
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,10 +117,9 @@ def begin_forward(
         _library(type(args.x)).numbers(sizes(args.x.shape, args.axis)[2]) if out is None else out
     )
     numbers = rank_weight, count, mark
-    done = _core.begin_forward(args, payload, *numbers)
-    if done is None:
-        _, done = _with_copies(_core.begin_forward, args, payload, *numbers)
-    return reference.begin_forward(args, *numbers, out=out) if done is None else payload
+    if _core.begin_forward(args, payload, *numbers) is None:
+        return _with_copies(begin_forward, args, *numbers, out=out)
+    return payload
 
 
 def finish_forward(
@@ -133,33 +132,27 @@ def finish_forward(
     batch = tuple.__new__(PackedStatistics, (new(like), per_channel))  # runs no Python code
     x, axis = args.x, args.axis
     out = new(_rows_like(library.numbers, x.shape, axis, x.dtype, 3) if coefficients else x)
-    taken, state = args, _core.finish_forward(args, batch, out, coefficients, *message)
+    state, running = _core.finish_forward(args, batch, out, coefficients, *message), args.running
     if state is None:
-        taken, state = _with_copies(_core.finish_forward, args, batch, out, coefficients, *message)
-    if state is None:
-        return reference.finish_forward(args, *message, coefficients=coefficients)
-    running = args.running
-    if taken.running is not None:  # the core has updated the running statistics
+        out, batch, state = _with_copies(finish_forward, args, *message, coefficients=coefficients)
+        if running is not None and state == OK:
+            update_running(running, *unpack(batch)[:3], count)
+    elif running is not None:  # the core has updated them
         mean, var, _, _, counter = running
         library.mark_changed((mean, var) if counter is None else (mean, var, counter))
-    elif running is not None and state == OK:
-        update_running(running, *unpack(batch)[:3], count)
     return out, batch, state
 
 
 def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
-    """Implement `reference.begin_backward`; also return `g`, with copies if the core needs any."""
+    """Implement `reference.begin_backward`; also return `g`, copied where the core needs it."""
     args = g.input
     library = _library(type(args.x))
     payload = library.numbers(sizes(args.x.shape, args.axis)[3]) if out is None else out
     dweight = None if args.weight is None else library.empty_like(args.weight)
     dbias = None if args.bias is None else library.empty_like(args.bias)
-    taken, done = g, _core.begin_backward(g, payload, dweight, dbias)
-    if done is None:
-        taken, done = _with_copies(_core.begin_backward, g, payload, dweight, dbias)
-    if done is None:
-        return reference.begin_backward(g, out=out)
-    return payload, dweight, dbias, taken
+    if _core.begin_backward(g, payload, dweight, dbias) is None:
+        return _with_copies(begin_backward, g, out=out)
+    return payload, dweight, dbias, g
 
 
 def finish_backward(
@@ -195,18 +188,15 @@ def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = Fa
     x, library = args.x, _library(type(args.x))
     like = _rows_like(library.numbers, x.shape, args.axis, x.dtype, 3) if coefficients else x
     out = library.empty_like(like)
-    done = _core.normalize(args, batch, out, coefficients)
-    if done is None:
-        _, done = _with_copies(_core.normalize, args, batch, out, coefficients)
-    if done is None:
-        return reference.normalize(args, batch, coefficients=coefficients)
+    if _core.normalize(args, batch, out, coefficients) is None:
+        return _with_copies(normalize, args, batch, coefficients=coefficients)
     return out
 
 
-def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[Any, Any]:
-    """Call `function` with arrays copied to the memory layout of `x`.
+def _with_copies(verb: Callable[..., Any], a: Any, *others: Any, **options: Any) -> Any:
+    """Call `verb` with arrays copied to the memory layout of `x`, and without running statistics.
 
-    Returns the arguments with the copies, and the result. Running statistics are not updated.
+    If `a` is like this already, call the verb of `reference`.
     """
     args = getattr(a, "input", a)
     library = _library(type(args.x))
@@ -227,6 +217,10 @@ def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> tuple[An
     x, residual, mask = map(copy, (args.x, args.residual, args.mask))
     of_input = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
     dense: Any = args._replace(x=x, **of_input, running=None)
+    is_same = all(map(is_, dense, args))
     if a is not args:
         dense = a._replace(dy=copy(a.dy), input=dense, y=copy(a.y))
-    return dense, function(dense, *others)
+        is_same = is_same and dense.dy is a.dy and dense.y is a.y
+    if is_same:
+        verb, dense = getattr(reference, verb.__name__), a
+    return verb(dense, *others, **options)

@@ -70,8 +70,11 @@ static void *take_like(Call *call, PyObject *object, const Array *other, int how
     Array a;
     if (call->refused || (object == Py_None && how & OPTIONAL))
         return NULL;
-    call->refused = !look(object, how & WRITTEN, &a) || !is_like(&a, other);
-    return call->refused ? NULL : a.data;
+    int fits = look(object, how & WRITTEN, &a) && a.dtype == other->dtype && a.ndim == other->ndim;
+    for (int i = 0; fits && i < a.ndim; i++)
+        fits = a.shape[i] == other->shape[i] && (a.strides[i] == other->strides[i] || a.shape[i] == 1);
+    call->refused = !fits;
+    return fits ? a.data : NULL;
 }
 
 /* `n` contiguous numbers, of any shape; None is handled as above. */
@@ -123,11 +126,6 @@ static void read_input(Call *call, PyObject *i)
         .x = x->a.data, .C = C, .S = S, .n1 = N, .c1 = C, .parts = parts_of(N, C, S),
         .mask = take_like(call, get_field(call, i, NormArgs_mask), &x->mask, OPTIONAL),
     };
-}
-
-static int has_relu(Call *call, PyObject *i)
-{
-    return !call->refused && PyObject_IsTrue(get_field(call, i, NormArgs_relu)) == 1;
 }
 
 /* `n` numbers of a batch's statistics: its array `field`, or, if packed, the numbers from `from` on. */

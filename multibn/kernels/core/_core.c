@@ -85,7 +85,7 @@ static void read_gradient(Call *a, PyObject *tuple)
     read_input(a, i);
     a->pass.dy = take_like(a, get_field(a, tuple, Gradient_dy), &a->x.a, 0);
     a->pass.y = take_like(a, get_field(a, tuple, Gradient_y), &a->x.a, OPTIONAL);
-    a->pass.kind = a->pass.y ? SIGN_OF_Y : has_relu(a, i) ? SIGN_OF_X : GRADIENT;
+    a->pass.kind = a->pass.y ? SIGN_OF_Y : PyObject_IsTrue(get_field(a, i, NormArgs_relu)) ? SIGN_OF_X : GRADIENT;
     read_statistics(a, i, batch, 0);
 }
 
@@ -139,7 +139,7 @@ static void read_pass(Call *a, PyObject *const *args, int written)
 {
     read_input(a, args[0]);
     a->pass.y = take_like(a, get_field(a, args[0], NormArgs_residual), &a->x.a, OPTIONAL);
-    a->pass.kind = has_relu(a, args[0]) ? OUTPUT_OF_RELU : OUTPUT;
+    a->pass.kind = PyObject_IsTrue(get_field(a, args[0], NormArgs_relu)) ? OUTPUT_OF_RELU : OUTPUT;
     read_statistics(a, args[0], args[1], written);
     take_output(a, args[2], args[3], 3);
 }

@@ -99,14 +99,6 @@ static int64_t contiguous(const Array *a)
     return n;
 }
 
-static int is_like(const Array *a, const Array *b)
-{
-    int fits = a->dtype == b->dtype && a->ndim == b->ndim;
-    for (int i = 0; fits && i < a->ndim; i++)
-        fits = a->shape[i] == b->shape[i] && (a->strides[i] == b->strides[i] || a->shape[i] == 1);
-    return fits;
-}
-
 /* The activation of a pass: dense memory in the order (N, C, S), see layout.py. */
 typedef struct {
     Array a, mask;    /* a mask has one channel, and the memory order of the activation */

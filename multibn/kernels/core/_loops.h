@@ -209,13 +209,6 @@ static TARGET void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide
     }
 }
 
-INLINE TARGET NAME(vector) NAME(masked)(NAME(vector) v, const uint8_t *mask, NAME(mask) whole, const int masked)
-{
-    if (masked == BY_ROW)
-        return NAME(select)(whole, v);
-    return masked ? NAME(select)(NAME(load_mask)(mask), v) : v;
-}
-
 INLINE TARGET void NAME(store)(A *p, NAME(vector) v, const int streams)
 {
 #if defined(__SSE2__) && VECTOR > 1
@@ -249,7 +242,8 @@ INLINE TARGET void NAME(write_of)(const Rows r, const int kind, const int more, 
     const int64_t n = columns ? r.planes : r.S, planes = columns ? r.rows : r.planes;
     int64_t step = streams && n > LANES ? LANES - (uintptr_t)r.out % VECTOR / sizeof(A) : LANES;
 #define K(j) (columns ? NAME(load)((const A *)r.k[j] + m) : k[j])
-#define MASKED(v) NAME(masked)(v, r.mask + m, whole, masked)
+#define MASKED(v) \
+    (masked == BY_ROW ? NAME(select)(whole, v) : masked ? NAME(select)(NAME(load_mask)(r.mask + m), v) : (v))
     for (int64_t c = 0, i = 0, end = n; c < planes; c++, end += n) {
         const NAME(mask) whole = (V){0} + (A)(masked == BY_ROW && r.mask[c]) > 0;
         V k[5] = {{0}};

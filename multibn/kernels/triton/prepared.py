@@ -6,8 +6,7 @@ the launches of a first step, and runs them again with the addresses of later st
 differ between the steps of one plan is a slot, or makes the verbs run the step.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +36,6 @@ _BACKWARD = (
     "dy", "x", "y", "dx", "dresidual", "partials", "coefficients", "numbers", "mean", "var",
     "element_weight", "weight", "bias", "dweight", "dbias",
 )  # fmt: skip
-# The launches before and after a message. Thousands of channels need others: not prepared.
-_MOMENTS, _SUMS = ("moments", "merge_moments"), ("backward_sums", "merge_sums")
-_TO_OUTPUT, _TO_COEFFICIENTS = ("finish_forward", "normalize"), ("finish_forward",)
-_GRADIENT, _GRADIENTS_COEFFICIENTS = ("input_gradient",), ("gradient_coefficients",)
-# A backward pass begins with this launch if it has to recompute the sign of a ReLU's output.
-_SIGN = "coefficients_of"
 
 
 class _Pass(NamedTuple):
@@ -61,8 +54,8 @@ class _Pass(NamedTuple):
 class PreparedStep:
     """The step of one plan, for an input without a mask; with `coefficients`, see the verbs.
 
-    `forward` and `backward` return None if the verbs must run the pass; `preparing_forward` and
-    `preparing_backward` then collect the verbs' launches.
+    `forward` and `backward` run a pass and its message by the prepared launches. If none fit, they
+    call `run`, which runs the pass by the verbs, and prepare the verbs' launches for later steps.
     """
 
     def __init__(self, *, coefficients: bool = False) -> None:
@@ -70,11 +63,13 @@ class PreparedStep:
         self._forward: _Pass | None = None
         self._backward: _Pass | None = None
 
-    def forward(self, args: NormArgs, messages: Any) -> tuple[Tensor, PackedStatistics] | None:
-        """Run a forward pass and its message by the prepared launches, or return None."""
-        prepared = self._forward
-        if prepared is None or prepared.facts != _forward_facts(args):
-            return None
+    def forward(self, args: NormArgs, messages: Any, run: Callable[[], Any]) -> Any:
+        """Return the output and the statistics."""
+        prepared, facts = self._forward, _forward_facts(args)
+        if prepared is None or prepared.facts != facts:
+            result, found = _run_and_prepare(run, _FORWARD, facts)
+            self._forward = found or prepared
+            return result
         before, after, _, num_partials, C, dtype, shape, payload = prepared
         x, weight, bias = args.x, args.weight, args.bias
         residual, running = args.residual, args.running
@@ -105,18 +100,18 @@ class PreparedStep:
         run_launches(after, stream, summed.data_ptr(), *values)
         return y[:3] if self._coefficients else y, PackedStatistics(found, shape)
 
-    def backward(self, g: Gradient, messages: Any) -> tuple[Tensor | None, ...] | None:
-        """Run a backward pass and its message by the prepared launches, or return None."""
-        prepared, batch = self._backward, g.batch
-        if prepared is None:
-            return None
-        args, y = g.input, g.y
+    def backward(self, g: Gradient, messages: Any, run: Callable[[], Any]) -> Any:
+        """Return the gradients of input, residual, weight and bias."""
+        prepared, batch, args, y = self._backward, g.batch, g.input, g.y
         x, dy, weight, bias = args.x, g.dy, args.weight, args.bias
         if dy.stride() != x.stride():
             dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
             g = g._replace(dy=dy)
-        if prepared.facts != _backward_facts(g):
-            return None
+        facts = _backward_facts(g)
+        if prepared is None or prepared.facts != facts:
+            result, found = _run_and_prepare(run, _BACKWARD, facts)
+            self._backward = found or prepared
+            return result
         before, after, _, num_partials, C, dtype, shape, payload = prepared
         new = x.new_empty
         dx = new((5, *shape), dtype=dtype) if self._coefficients else torch.empty_like(x)
@@ -147,26 +142,6 @@ class PreparedStep:
         summed = messages.allreduce(numbers if message is None else message)
         run_launches(after, stream, summed.data_ptr(), *values)
         return dx[:4] if self._coefficients else dx, dresidual, dweight, dbias
-
-    @contextmanager
-    def preparing_forward(self, args: NormArgs) -> Iterator[None]:
-        """Collect the launches of the verbs, which take the pass inside."""
-        facts = _forward_facts(args)
-        with collecting() as launched:
-            yield
-        if facts is not None:
-            expected = (_MOMENTS, _TO_COEFFICIENTS if self._coefficients else _TO_OUTPUT)
-            self._forward = _prepare(launched, _FORWARD, expected, facts)
-
-    @contextmanager
-    def preparing_backward(self, g: Gradient) -> Iterator[None]:
-        """Collect the launches of the verbs, which take the pass inside."""
-        facts = _backward_facts(g)
-        with collecting() as launched:
-            yield
-        if facts is not None:
-            expected = (_SUMS, _GRADIENTS_COEFFICIENTS if self._coefficients else _GRADIENT)
-            self._backward = _prepare(launched, _BACKWARD, expected, facts)
 
 
 def _forward_facts(args: NormArgs) -> Any:
@@ -214,29 +189,31 @@ def _is_usual(addresses: int, args: NormArgs) -> bool:
     )
 
 
-def _prepare(
-    launched: Sequence[Launched], names: Sequence[str], expected: Any, facts: Any
-) -> _Pass | None:
-    """Prepare the launches of a pass; return None if they are not the `expected` kernels."""
-    before, after = expected
-    if launched and launched[0].kernel.__name__ == _SIGN:
-        before = _SIGN, *before
-    if tuple(each.kernel.__name__ for each in launched) != before + after:
-        return None
-    merge = launched[len(before) - 1].named()
+def _run_and_prepare(
+    run: Callable[[], Any], names: Sequence[str], facts: Any
+) -> tuple[Any, _Pass | None]:
+    """Return the result of `run`, and its prepared launches if later passes can repeat them."""
+    with collecting() as launched:
+        result = run()
+    kernels = [each.kernel.__name__ for each in launched]
+    before = next((k for k, name in enumerate(kernels, 1) if name.startswith("merge_")), 0)
+    # Otherwise `reference` has run a part of the pass.
+    is_complete = 0 < before < len(launched)
+    if facts is None or not is_complete:
+        return result, None
+    merge = launched[before - 1].named()
     partials: Tensor = merge["partials"]
     slots = {name: k for k, name in enumerate(names, 1)}
     # Slot 0 is the length of the message before the allreduce, and the sum after it.
     prepared = (
-        prepare(launched[: len(before)], slots | {"length": 0}),
-        prepare(launched[len(before) :], slots | {"summed": 0, "looked_at": 0}),
+        prepare(launched[:before], slots | {"length": 0}),
+        prepare(launched[before:], slots | {"summed": 0, "looked_at": 0}),
     )
     if None in prepared:
-        return None
+        return result, None
     shape = next(each for each in launched if "mean" in each.named()).named()["mean"].shape
-    return _Pass(
-        *prepared, facts, partials.numel(), merge["C"], partials.dtype, shape, merge["length"]
-    )
+    C, length = merge["C"], merge["length"]
+    return result, _Pass(*prepared, facts, partials.numel(), C, partials.dtype, shape, length)
 
 
 def prepare(launched: Sequence[Launched], slots: dict[str, int]) -> Any:
