@@ -33,7 +33,14 @@ from multibn.kernels import BatchStatistics, reference, steps
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import NormArgs as NormArgs
 from multibn.kernels.layout import sizes
-from multibn.kernels.spec import CANCELLED, OK, PackedStatistics, options_of, unpack
+from multibn.kernels.spec import (
+    CANCELLED,
+    OK,
+    PackedStatistics,
+    options_of,
+    pack_statistics,
+    unpack,
+)
 
 # The gradients of x, residual, weight and bias. None if absent; for the residual's, see
 # `reference.residual_gradient`.
@@ -101,12 +108,8 @@ class Plan:
         if prepare is not None and self._is_usual and self._count > 1:
             self._prepared = prepare()
 
-    def forward(
-        self, args: NormArgs, /, *, recorded: bool = True
-    ) -> tuple[Any, BatchStatistics | PackedStatistics]:
-        """Normalize an input by the statistics of all ranks' batches together.
-
-        Returns the output and the `BatchStatistics`, which may be packed.
+    def forward(self, args: NormArgs, /, *, recorded: bool = True) -> tuple[Any, PackedStatistics]:
+        """Return the input normalized by the statistics of all ranks' batches together, and these.
 
         Collective, one allreduce of 2C+4 float64 numbers, unless `engine.recompute` replays the
         statistics. In host memory, a second allreduce follows if a variance is too small compared
@@ -131,7 +134,7 @@ class Plan:
             passed = args._replace(running=None)
         y, batch, state = self._verbs.finish_forward(passed, summed, weight, count)
         if state != OK:
-            found = summed, unpack(batch), count
+            found = summed, batch, count
             return self._finish_abnormal(state, args, found, messages.communicator)
         if args.mask is not None:
             self._check_mask(args, summed, unpack(batch))
@@ -144,24 +147,25 @@ class Plan:
         if recompute.state.stack:
             replayed = recompute.replayed(self.channels)
             if replayed is not None:
-                return self._verbs.normalize(args, replayed), replayed
-            y, found = self.forward(args, recorded=False)
-            batch = unpack(found)
-            recompute.record(batch, args, self)
+                batch = pack_statistics(replayed)
+                return self._verbs.normalize(args, batch), batch
+            y, batch = self.forward(args, recorded=False)
+            recompute.record(unpack(batch), args, self)
             return y, batch
         run = partial(self.forward, args, recorded=False)
         return self._prepared.forward(args, self._forward, run)
 
     def _finish_abnormal(
-        self, state: int, args: NormArgs, found: tuple[Any, BatchStatistics, Any], phase: Any
-    ) -> tuple[Any, BatchStatistics]:
+        self, state: int, args: NormArgs, found: tuple[Any, PackedStatistics, Any], phase: Any
+    ) -> tuple[Any, PackedStatistics]:
         """Finish a pass whose state is not OK, or raise; the state is the same on all ranks.
 
         `phase` is the communicator of the pass.
         """
-        summed, batch, count = found
+        summed, packed, count = found
         if state == CANCELLED and self._phase == "about the mean":
-            return args.x, batch  # the caller needs no output; do not recentre again
+            return args.x, packed  # the caller needs no output; do not recentre again
+        batch = unpack(packed)
         if state == CANCELLED:  # send one more message, with the moments about the mean
             centered, centre = reference.centered(args, batch.mean)
             options: Any = {"weighting": self.weighting, "verbs": self._verbs}
@@ -173,7 +177,8 @@ class Plan:
             statistics.raise_for(state, phase, summed, args.x)
             batch = steps.skipped(batch)
         update_running(args.running, batch, count)
-        return self._verbs.normalize(args, batch), batch
+        packed = pack_statistics(batch)
+        return self._verbs.normalize(args, packed), packed
 
     def _check_mask(self, args: NormArgs, summed: Array, batch: BatchStatistics) -> None:
         """Raise on all ranks if masks exclude every element of a batch that is not empty."""

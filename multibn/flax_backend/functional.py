@@ -175,8 +175,8 @@ def _run(arrays: Any, options: Options, use_running: bool) -> NormResult:
     if use_running:
         one = jnp.ones((), jnp.float64)
         mean, var = map(steps.as_wide, running)
-        known = BatchStatistics(mean, var, one, one)
-        return NormResult(reference.normalize(args, known), running)
+        known = reference.output_coefficients(args, BatchStatistics(mean, var, one, one))
+        return NormResult(reference.finish(args, known), running)
     name, groups = options.axis_name, options.axis_index_groups
     communicator: Any = SingleProcess() if name is None else MeshAxis(name, groups)
     weight, count = _weigh(args, options.weighting, communicator)

@@ -124,7 +124,7 @@ def begin_forward(
 
 def finish_forward(
     args: NormArgs, summed: Array, rank_weight: float, count: float, *, coefficients: bool = False
-) -> tuple[Array, BatchStatistics | PackedStatistics, int]:
+) -> tuple[Array, PackedStatistics, int]:
     """Implement `reference.finish_forward`."""
     library, message = _library(type(args.x)), (summed, rank_weight, count)
     new = library.empty_like
@@ -183,7 +183,7 @@ def parameter_gradients(
     )
 
 
-def normalize(args: NormArgs, batch: BatchStatistics, *, coefficients: bool = False) -> Array:
+def normalize(args: NormArgs, batch: PackedStatistics, *, coefficients: bool = False) -> Array:
     """Implement `reference.normalize`."""
     x, library = args.x, _library(type(args.x))
     like = _rows_like(library.numbers, x.shape, args.axis, x.dtype, 3) if coefficients else x

@@ -18,13 +18,10 @@ from torch import Tensor
 from multibn.kernels import reference
 from multibn.kernels.spec import (
     OK,
-    BatchStatistics,
     Gradient,
     NormArgs,
     PackedStatistics,
     Running,
-    unpack,
-    unpacked,
 )
 from multibn.kernels.steps import parameter_gradients as parameter_gradients
 from multibn.kernels.steps import state_of, variance_factor
@@ -84,7 +81,7 @@ def begin_forward(
 
 def finish_forward(
     args: NormArgs, summed: Tensor, rank_weight: Any, count: Any, /, *, coefficients: bool = False
-) -> tuple[Tensor, BatchStatistics | PackedStatistics, int]:
+) -> tuple[Tensor, PackedStatistics, int]:
     """Implement `reference.finish_forward`; two launches, or one with `coefficients`.
 
     A cumulative average takes two more launches, thousands of channels one more.
@@ -92,8 +89,7 @@ def finish_forward(
     tilings, weight, bias, running = _tilings(args), args.weight, args.bias, args.running
     if (
         tilings is None
-        or not fit(tilings.device, (tilings.payload,), (summed,))
-        or not fit(tilings.device, tilings.shape, (), (weight, bias))
+        or not _fit_channels(tilings, summed, args)
         or not (running is None or can_update_running(running, tilings))
     ):
         return reference.finish_forward(args, summed, rank_weight, count, coefficients=coefficients)
@@ -110,7 +106,7 @@ def finish_forward(
         flags = summed, looked_at, 2 * C
         launch(steps.nonfinite_flags, length, flags, _NONFINITE_FLAGS, "nonfinite_flags", _known)
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
-    arguments = summed, *unpack(batch), weight, bias, found, *arrays, looked_at, *numbers
+    arguments = summed, batch.numbers, weight, bias, found, *arrays, looked_at, *numbers
     key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), tilings.dtype, *key
     _step(steps.finish_forward, arguments, constants, ("forward", *key))
     if constants["CUMULATIVE"]:  # after the launch, since all its programs read the counter
@@ -123,68 +119,62 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 
     Also returns state for `finish_backward`.
     """
-    g = unpacked(g)
-    args, tilings = g.input, _tilings(g.input)
-    about = g.batch.mean, g.batch.var
-    parameters = args.weight, args.bias
-    if tilings is None or not fit(tilings.device, tilings.shape, about, parameters):
+    args, tilings, numbers = g.input, _tilings(g.input), g.batch.numbers
+    if tilings is None or not _fit_channels(tilings, numbers, args):
         return reference.begin_backward(g, out=out)
-    statistics = *about, *parameters
+    statistics = numbers, args.weight, args.bias
     programs, sizes, splits, constants, known = tilings.sums
     coefficients = None
     if args.relu and g.y is None:
         coefficients = coefficients_of(*statistics, args.eps, tilings.dtype)
     partials = args.x.new_empty((2, splits, tilings.channels), dtype=tilings.dtype)
     inputs, key = _inputs(g)
-    arguments = *inputs, g.batch.mean, coefficients, partials, *sizes
+    arguments = *inputs, numbers, coefficients, partials, *sizes
     own_key = key and (*key, "sums", coefficients is None)
     launch(passes.backward_sums, programs, arguments, constants, own_key, known)
-    numbers, *around = _message(out, partials, backward_payload(tilings.channels))
+    payload, *around = _message(out, partials, backward_payload(tilings.channels))
     coefficients = partials.new_empty((5, tilings.channels))
     dweight = None if args.weight is None else torch.empty_like(args.weight)
     dbias = None if args.bias is None else torch.empty_like(args.bias)
     eps = number(args.eps)
-    arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, eps
+    arguments = partials, *statistics, coefficients, payload, dweight, dbias, *around, eps
     _merge(steps.merge_sums, arguments, ("merge_sums", _kind(args.weight), _kind(args.bias)))
-    return numbers if out is None else out, dweight, dbias, (tilings, inputs, key, coefficients)
+    return payload if out is None else out, dweight, dbias, (tilings, inputs, key, coefficients)
 
 
 def finish_backward(
     g: Gradient, summed: Tensor, begun: Any = None, /, *, coefficients: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Implement `reference.finish_backward`; one launch. `begun` comes from `begin_backward`."""
-    g = unpacked(g)
-    x, numbers = g.input.x, (2 * g.batch.mean.numel(),)
-    if begun is None or not fit(x.device, numbers, (summed,)):
+    x, statistics = g.input.x, g.batch.numbers
+    if begun is None or not fit(x.device, (statistics.numel() - 2,), (summed,)):
         return reference.finish_backward(g, summed, coefficients=coefficients)
-    factor = number(g.batch.element_weight)
     tilings, inputs, key, of_output = begun
     if coefficients:
         weight, found = g.input.weight, summed.new_empty((4, *tilings.shape), dtype=tilings.dtype)
         scalars = number(g.input.eps), tilings.channels
-        arguments = summed, *g.batch[:2], weight, factor, found, *scalars
-        key = "gradient", _kind(weight), _kind(factor), tilings.dtype
+        arguments = summed, statistics, weight, found, *scalars
+        key = "gradient", _kind(weight), tilings.dtype
         _step(steps.gradient_coefficients, arguments, _STEP, key)
         return found, None
     programs, sizes, _, constants, known = tilings.elementwise[g.input.relu]
     dx = torch.empty_like(x)
     dresidual = None if g.y is None else torch.empty_like(x)
-    arguments = *inputs, of_output, dx, dresidual, summed, factor, *sizes
-    key = key and (*key, "gradient", g.y is None, _kind(factor))
+    arguments = *inputs, of_output, dx, dresidual, summed, statistics, *sizes
+    key = key and (*key, "gradient", g.y is None)
     launch(passes.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
 
-def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool = False) -> Tensor:
+def normalize(args: NormArgs, batch: PackedStatistics, /, *, coefficients: bool = False) -> Tensor:
     """Implement `reference.normalize`; two launches, or one with `coefficients`.
 
     The output is rounded once, to the dtype of `x`.
     """
-    tilings, about = _tilings(args), (batch.mean, batch.var)
-    parameters = args.weight, args.bias
-    if tilings is None or not fit(tilings.device, tilings.shape, about, parameters):
+    tilings, numbers = _tilings(args), batch.numbers
+    if tilings is None or not _fit_channels(tilings, numbers, args):
         return reference.normalize(args, batch, coefficients=coefficients)
-    found = coefficients_of(*about, *parameters, args.eps, tilings.dtype)
+    found = coefficients_of(numbers, args.weight, args.bias, args.eps, tilings.dtype)
     return _output(tilings, args, found, coefficients)
 
 
@@ -207,12 +197,12 @@ def _output(tilings: Tilings, args: NormArgs, found: Tensor, coefficients: bool)
 
 
 def coefficients_of(
-    mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: Any
+    statistics: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: Any
 ) -> Tensor:
-    """Return the coefficients of the passes, see `passes`."""
-    C = mean.numel()
-    coefficients = mean.new_empty((5, C), dtype=dtype)
-    arguments = mean, var, weight, bias, coefficients, number(eps), C
+    """Return the coefficients of the passes, see `passes`, from packed statistics."""
+    C = statistics.numel() // 2 - 1
+    coefficients = statistics.new_empty((5, C), dtype=dtype)
+    arguments = statistics, weight, bias, coefficients, number(eps), C
     key = "coefficients_of", _kind(weight), _kind(bias), dtype
     _step(steps.coefficients_of, arguments, _STEP, key)
     return coefficients
@@ -293,6 +283,14 @@ def fit(
             ):
                 return False
     return 0 not in shape
+
+
+def _fit_channels(tilings: Tilings, numbers: Tensor, args: NormArgs) -> bool:
+    """Return whether the kernels support a payload or packed statistics, and the parameters."""
+    device, parameters = tilings.device, (args.weight, args.bias)
+    return fit(device, (tilings.payload,), (numbers,)) and fit(
+        device, tilings.shape, (), parameters
+    )
 
 
 def _kind(v: Any) -> Any:

@@ -22,7 +22,15 @@ from array_api_compat import is_torch_namespace, to_device
 from multibn import wire
 from multibn._arrays import array_namespace, device, to_host
 from multibn._typing import Array
-from multibn.kernels.spec import OK, BatchStatistics, Gradient, NormArgs, unpacked
+from multibn.kernels.spec import (
+    OK,
+    BatchStatistics,
+    Gradient,
+    NormArgs,
+    PackedStatistics,
+    pack_statistics,
+    unpack,
+)
 from multibn.kernels.steps import (
     as_wide,
     at_least_one,
@@ -69,7 +77,7 @@ def finish_forward(
     /,
     *,
     coefficients: bool = False,
-) -> tuple[Array, BatchStatistics, int]:
+) -> tuple[Array, PackedStatistics, int]:
     """Normalize by the sum of all ranks' payloads, and update the running statistics.
 
     Returns the output, the statistics of the whole batch, and the state of the message. If the
@@ -78,18 +86,19 @@ def finish_forward(
     buffer. `coefficients` is as in `normalize`.
     """
     batch, state = statistics_of(args, summed, rank_weight, count)
-    y = normalize(args, batch, coefficients=coefficients)
+    packed = pack_statistics(batch)
+    y = normalize(args, packed, coefficients=coefficients)
     if args.running is not None and state == OK:
         update_running(args.running, *batch[:3], count)
-    return y, batch, state
+    return y, packed, state
 
 
-def normalize(args: NormArgs, batch: BatchStatistics, /, *, coefficients: bool = False) -> Array:
+def normalize(args: NormArgs, batch: PackedStatistics, /, *, coefficients: bool = False) -> Array:
     """Return the output by known statistics, in the dtype of `x`. Updates no running statistics.
 
     With `coefficients`, returns the `output_coefficients` instead, as the rows of one new array.
     """
-    found = output_coefficients(args, batch)
+    found = output_coefficients(args, unpack(batch))
     return array_namespace(found[0]).stack(found) if coefficients else finish(args, found)
 
 
@@ -101,16 +110,15 @@ def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | N
     sqrt(var + eps)`. The gradients are copies of the same numbers in the dtypes of `weight` and
     `bias`; None for a parameter that is None. `out` is as in `begin_forward`.
     """
-    g = unpacked(g)
-    pre = _before_relu(g)
+    pre, batch = _before_relu(g), unpack(g.batch)
     x, axis = pre.input.x, pre.input.axis
-    wide, remainder = _round(g.batch.mean, x)
+    wide, remainder = _round(batch.mean, x)
     (centre,) = _narrow(x, wide)
     xp = array_namespace(x)
     dy = xp.astype(pre.dy, centre.dtype, copy=False)
     d = xp.astype(x, centre.dtype, copy=False) - per_channel(centre, x, axis)
     sum_dy, sum_dy_d = _sum(dy, axis), _sum(dy * d, axis)
-    sum_dy_xhat = (sum_dy_d - remainder * sum_dy) * invstd_of(g.batch.var, g.input)
+    sum_dy_xhat = (sum_dy_d - remainder * sum_dy) * invstd_of(batch.var, g.input)
     payload = wire.concat((sum_dy, sum_dy_xhat))
     return _written(payload, out), *parameter_gradients(payload, g)
 
@@ -124,7 +132,7 @@ def finish_backward(
     `summed` is the sum of all ranks' payloads, as in `finish_forward`. With `coefficients`, returns
     the `gradient_coefficients`, stacked as in `normalize`, and None.
     """
-    found = gradient_coefficients(unpacked(g), summed)
+    found = gradient_coefficients(g, summed)
     if coefficients:
         return array_namespace(found[0]).stack(found), None
     return finish_gradient(g, found), None if g.y is None else residual_gradient(g)
@@ -166,12 +174,12 @@ def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:
     The gradient is `weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, where
     `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
     """
-    mean = g.batch.mean
-    sum_dy, sum_dy_xhat = split_sums(sum_like(summed, mean), mean.shape)
-    centre, remainder = _round(mean, g.input.x)
-    invstd = invstd_of(g.batch.var, g.input)
+    batch = unpack(g.batch)
+    sum_dy, sum_dy_xhat = split_sums(sum_like(summed, batch.mean), batch.mean.shape)
+    centre, remainder = _round(batch.mean, g.input.x)
+    invstd = invstd_of(batch.var, g.input)
     dy_scale = _times(invstd, g.input.weight)
-    pull = -dy_scale * g.batch.element_weight
+    pull = -dy_scale * batch.element_weight
     x_scale = pull * invstd * sum_dy_xhat
     shift = pull * sum_dy - remainder * x_scale
     return _narrow(g.input.x, centre, x_scale, dy_scale, shift)

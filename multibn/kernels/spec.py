@@ -1,8 +1,11 @@
 """The arguments and results of the verbs, the same in all kernels files."""
 
+import math
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from multibn import wire
+from multibn._arrays import array_namespace
 from multibn._typing import Array, RunningVar
 
 # The states of a message, from `finish_forward`. On a GPU, reading the sum would wait, so the state
@@ -46,19 +49,24 @@ class BatchStatistics(NamedTuple):
 class PackedStatistics(NamedTuple):
     """A `BatchStatistics` in one array of 2C+2 numbers, in the order of its fields.
 
-    Allocating one array takes less time than four, and few callers unpack it.
+    The verbs return and take this form, because allocating one array takes less time than four.
     """
 
-    numbers: Array
+    numbers: Array  # contiguous
     shape: tuple[int, ...]  # of the mean
 
 
-def unpack(batch: BatchStatistics | PackedStatistics) -> BatchStatistics:
-    """Return `batch` as a `BatchStatistics`; for packed statistics, its fields are views."""
-    if isinstance(batch, BatchStatistics):
-        return batch
-    mean, var = batch.numbers[:-2].reshape((2, *batch.shape))
-    return BatchStatistics(mean, var, batch.numbers[-2], batch.numbers[-1])
+def pack_statistics(batch: BatchStatistics) -> PackedStatistics:
+    """Return the statistics in a new array."""
+    return PackedStatistics(wire.concat(batch), tuple(batch.mean.shape))
+
+
+def unpack(batch: PackedStatistics) -> BatchStatistics:
+    """Return the statistics, as views of their numbers."""
+    (numbers, shape), xp = batch, array_namespace(batch.numbers)
+    C = math.prod(shape)
+    mean, var = (xp.reshape(v, shape) for v in (numbers[:C], numbers[C : 2 * C]))
+    return BatchStatistics(mean, var, numbers[2 * C], numbers[2 * C + 1])
 
 
 class Running(NamedTuple):
@@ -135,7 +143,7 @@ class Gradient(NamedTuple):
     input
         The `NormArgs` of the forward pass; residual and running statistics are not read.
     batch
-        The statistics, a `BatchStatistics` or a `PackedStatistics`.
+        The statistics.
     y
         The output, if there was a residual before the ReLU. Without a residual, the sign of the
         output is recomputed from `x`, by exactly the arithmetic of the forward pass.
@@ -145,11 +153,6 @@ class Gradient(NamedTuple):
 
     dy: Array
     input: NormArgs
-    batch: Any  # statistics
+    batch: PackedStatistics
     y: Array | None = None
     needs_dx: bool = True
-
-
-def unpacked(g: Gradient) -> Gradient:
-    """Return the gradient with unpacked statistics."""
-    return g._replace(batch=unpack(g.batch))

@@ -123,7 +123,7 @@ def parameter_gradients(
         v = array_namespace(parameter).astype(v / divisor, parameter.dtype, copy=False)
         return to_device(v, device(parameter))
 
-    sum_dy, sum_dy_xhat = split_sums(payload, g.batch.mean.shape)
+    sum_dy, sum_dy_xhat = split_sums(payload, g.batch.shape)
     return gradient(sum_dy_xhat, g.input.weight), gradient(sum_dy, g.input.bias)
 
 

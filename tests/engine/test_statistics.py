@@ -72,7 +72,7 @@ def test_forward_and_backward_equal_the_oracle(
         again = aggregate(local_moments(x), counting, weighting=weighting)
         for one, other in zip(batch, again, strict=True):
             np.testing.assert_allclose(as_numpy(one), as_numpy(other), rtol=1e-12)
-        gradient = Gradient(dy, i, batch)
+        gradient = Gradient(dy, i, packed)
         dx, _, *parameters = plan.backward(gradient, means=True)
         assert counting.take() == [2 * C + 2, 2 * C + 2, 2 * C]
         assert x.dtype == y.dtype == dx.dtype
@@ -166,7 +166,7 @@ def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
         plan = Plan(i, communicator, weighting="element")
         y, packed = plan.forward(i)
         batch = unpack(packed)
-        dx, _, *gradients = plan.backward(Gradient(x, i, batch))
+        dx, _, *gradients = plan.backward(Gradient(x, i, packed))
         assert y.shape == dx.shape == x.shape
         return [as_numpy(a) for a in (*batch, *gradients)]
 

@@ -69,8 +69,8 @@ def test_the_passes_compile_for_a_gpu(
     constants: dict[str, Any] = {"ROWS": 16, "COLS": 128, "COLUMNS": columns, "VECTOR": 8}
     constants |= {"DTYPE": triton.language.float32, "RELU": True}
     types: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx", "residual"), "*bf16")
-    types |= dict.fromkeys(("coefficients", "partials"), "*fp32") | {"mean": "*fp64"}
-    types |= dict.fromkeys(("summed", "element_weight"), "*fp64")
+    types |= dict.fromkeys(("coefficients", "partials"), "*fp32")
+    types |= dict.fromkeys(("summed", "statistics"), "*fp64")
     types |= dict.fromkeys(passes._SIZES, "i64") | {"inner": "i32"}
     if not with_all:  # neither residual nor mask
         constants |= {"residual": None, "dresidual": None, "mask": None}
@@ -103,8 +103,7 @@ def test_the_steps_compile_for_a_gpu(
     from multibn.kernels.triton import steps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = ["summed", "numbers", "mean", "var", "total_count", "count", "element_weight"]
-    wide += ["looked_at", "found"]
+    wide = ["summed", "numbers", "statistics", "count", "looked_at", "found"]
     parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
     numbers = ["mark", "fingerprint", "eps", "momentum", "factor"]
     numbers += [] if parameter else ["rank_weight", "count"]  # of a mask, or not

@@ -11,9 +11,9 @@ import pytest
 from multibn import _platform, kernels
 from multibn._typing import Array
 from multibn.engine import plan
-from multibn.kernels import BatchStatistics, Gradient, NormArgs, Running, cpu, reference, steps
+from multibn.kernels import Gradient, NormArgs, Running, cpu, reference, steps
 from multibn.kernels.core import _core
-from multibn.kernels.spec import NOT_FINITE, options_of
+from multibn.kernels.spec import NOT_FINITE, BatchStatistics, PackedStatistics, options_of
 
 NEEDS = "core"
 
@@ -81,7 +81,7 @@ def test_the_core_says_which_arguments_were_wrong() -> None:
 def test_what_is_needed_and_missing_is_an_error_in_python(file: Any) -> None:
     x = np.ones((6, 2))
     i = NormArgs(x, None, None, 1e-5, (0,))
-    batch = BatchStatistics(np.zeros(2), np.ones(2), np.array(6.0), np.array(1 / 6))
+    batch = PackedStatistics(np.array([0, 0, 1, 1, 6, 1 / 6]), (2,))
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute"):
         file.begin_backward(Gradient(None, i, batch))
     with pytest.raises(TypeError, match="NoneType"):

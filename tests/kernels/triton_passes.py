@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from multibn import kernels
 from multibn.engine import plan
 from multibn.kernels import Gradient, NormArgs, Running, cuda, reference, steps
-from multibn.kernels.spec import unpack
+from multibn.kernels.spec import pack_statistics, unpack
 from multibn.kernels.triton import tiling
 from multibn.wire import Message, head
 from tests.kernels.passes import (
@@ -176,11 +176,12 @@ def test_padding_counts_for_nothing(order: Any, monkeypatch: pytest.MonkeyPatch)
 def test_a_message_may_have_memory_of_its_own(room: int, file: Any, launched: list[str]) -> None:
     """The head, the payload, and zeros."""
     i, dy = layer((2, 5, 3, 3))
+    batch = pack_statistics(statistics(i))
 
     def written(phase: str, out: Message | None = None) -> Any:
         if phase == "forward":
             return file.begin_forward(i, 2.0, 3.0, out=out)
-        return file.begin_backward(Gradient(dy, i, statistics(i)), out=out)[0]
+        return file.begin_backward(Gradient(dy, i, batch), out=out)[0]
 
     for phase, n in (("forward", 12), ("backward", 10)):
         payload = written(phase).tolist()
@@ -274,7 +275,7 @@ def test_cupy_arrays_take_the_same_kernels(order: Any, cupy: Any, launched: list
     sums, right_dweight, _, *_ = reference.begin_backward(g)
     right_dx, _ = reference.finish_backward(g, sums)
     got = y, *unpack(batch), dweight, dx, *i.running[:2]
-    expected = right, *about, right_dweight, right_dx, *mine.running[:2]
+    expected = right, *unpack(about), right_dweight, right_dx, *mine.running[:2]
     for a, b in zip(got, expected, strict=True):
         assert type(a) is (cupy.ndarray if b.ndim else np.float64)  # an element, as NumPy has it
         assert [n // a.itemsize for n in a.strides] == list(b.stride())
@@ -314,5 +315,6 @@ def test_an_input_may_have_more_than_2_to_the_31_elements() -> None:
     mean, _ = moments(cuda, x)
     np.testing.assert_allclose(mean, [1, 1, 1 + 2 / 2**30], rtol=0, atol=1e-12)
     i = NormArgs(x, None, None, 0.0, AXIS)
-    y = cuda.normalize(i, statistics(i, mean=np.zeros(3), var=np.full(3, 0.25)))
+    batch = pack_statistics(statistics(i, mean=np.zeros(3), var=np.full(3, 0.25)))
+    y = cuda.normalize(i, batch)
     assert y[-1, -1, -1].item() == 6

@@ -270,14 +270,12 @@ def test_a_thread_collects_its_own_launches_only() -> None:
     """Two models may train in threads of one process."""
     with launch.collecting() as ours:
         other = threading.Thread(
-            target=lambda: cuda.coefficients_of(
-                wide(3), wide(3) ** 2, None, None, 1e-5, torch.float32
-            )
+            target=lambda: cuda.coefficients_of(wide(8) ** 2, None, None, 1e-5, torch.float32)
         )
         other.start()
         other.join()
         assert ours == []
-        cuda.coefficients_of(wide(3), wide(3) ** 2, None, None, 1e-5, torch.float32)
+        cuda.coefficients_of(wide(8) ** 2, None, None, 1e-5, torch.float32)
         assert [each.kernel.__name__ for each in ours] == ["coefficients_of"]
 
 

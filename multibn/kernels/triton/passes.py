@@ -29,15 +29,13 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from multibn.kernels.triton.steps import number
-
 _HALF, _BRAIN = constexpr(2.0**-25), constexpr(2.0**-134)  # half the smallest float16 and bfloat16
 
 _SIZES = (
     "outer", "width", "stride", "step", "inner", "channels", "blocks", "tiles_per_program",
     "splits",
 )  # fmt: skip
-_ANYWHERE = ("mask", "mean", "summed", "element_weight")  # in memory
+_ANYWHERE = ("mask", "statistics", "summed")  # in memory
 
 
 def _pass(function):
@@ -122,7 +120,7 @@ def normalize(
 
 @_pass
 def backward_sums(
-    dy, x, y, mask, mean, coefficients, partials,
+    dy, x, y, mask, statistics, coefficients, partials,
     outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
@@ -137,7 +135,7 @@ def backward_sums(
     block, first, channel, exists = _place(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
     )
-    centre = tl.load(mean + channel, exists, 0.0).to(DTYPE)
+    centre = tl.load(statistics + channel, exists, 0.0).to(DTYPE)
     scale = centre
     shift = centre
     if coefficients is not None:
@@ -163,7 +161,7 @@ def backward_sums(
 
 @_pass
 def input_gradient(
-    dy, x, y, mask, coefficients, dx, dresidual, summed, element_weight,
+    dy, x, y, mask, coefficients, dx, dresidual, summed, statistics,
     outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
@@ -181,7 +179,7 @@ def input_gradient(
     invstd = tl.load(coefficients + 3 * channels + channel, exists, 0.0)
     remainder = tl.load(coefficients + 4 * channels + channel, exists, 0.0)
     # Per channel: the mean of `dy`, and the factor of `d` from the mean of `dy * xhat`.
-    share = number(element_weight).to(DTYPE)
+    share = tl.load(statistics + (2 * channels + 1)).to(DTYPE)
     slope = share * tl.load(summed + channels + channel, exists, 0.0).to(DTYPE) * invstd
     mean_dy = share * tl.load(summed + channel, exists, 0.0).to(DTYPE) - remainder * slope
     for i in range(tiles_per_program):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from multibn.kernels.layout import channels
 from multibn.kernels.spec import Gradient, NormArgs, PackedStatistics
 from multibn.kernels.triton.launch import (
     Launched,
@@ -29,12 +30,12 @@ except ImportError:  # the verbs then run all steps
 
 # The kernels' parameters whose values differ between steps, in the order of their slots.
 _FORWARD = (
-    "x", "residual", "y", "partials", "coefficients", "numbers", "mean", "var", "total_count",
-    "element_weight", "weight", "bias", "running_mean", "running_var", "num_batches", "momentum",
+    "x", "residual", "y", "partials", "coefficients", "numbers", "statistics", "weight", "bias",
+    "running_mean", "running_var", "num_batches", "momentum",
 )  # fmt: skip
 _BACKWARD = (
-    "dy", "x", "y", "dx", "dresidual", "partials", "coefficients", "numbers", "mean", "var",
-    "element_weight", "weight", "bias", "dweight", "dbias",
+    "dy", "x", "y", "dx", "dresidual", "partials", "coefficients", "numbers", "statistics",
+    "weight", "bias", "dweight", "dbias",
 )  # fmt: skip
 
 
@@ -67,7 +68,8 @@ class PreparedStep:
         """Return the output and the statistics."""
         prepared, facts = self._forward, _forward_facts(args)
         if prepared is None or prepared.facts != facts:
-            result, found = _run_and_prepare(run, _FORWARD, facts)
+            shape = channels(args.x.shape, args.axis)
+            result, found = _run_and_prepare(run, _FORWARD, facts, shape)
             self._forward = found or prepared
             return result
         before, after, _, num_partials, C, dtype, shape, payload = prepared
@@ -78,12 +80,12 @@ class PreparedStep:
         scratch, found = new(5 * C + num_partials, dtype=dtype), new(2 * C + 2, dtype=torch.float64)
         # Memory of its own: a view of `scratch` would keep the partial sums alive.
         y = new((5, *shape), dtype=dtype) if self._coefficients else torch.empty_like(x)
-        coefficients, mean = scratch.data_ptr(), found.data_ptr()
+        coefficients = scratch.data_ptr()
         values: tuple[int | None, ...] = (
             x.data_ptr(), None if residual is None else residual.data_ptr(), y.data_ptr(),
             coefficients + 5 * C * dtype.itemsize,
             y.data_ptr() if self._coefficients else coefficients, numbers.data_ptr(),
-            mean, mean + 8 * C, mean + 16 * C, mean + 16 * C + 8,
+            found.data_ptr(),
             None if weight is None else weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
         )  # fmt: skip
@@ -109,7 +111,7 @@ class PreparedStep:
             g = g._replace(dy=dy)
         facts = _backward_facts(g)
         if prepared is None or prepared.facts != facts:
-            result, found = _run_and_prepare(run, _BACKWARD, facts)
+            result, found = _run_and_prepare(run, _BACKWARD, facts, batch.shape)
             self._backward = found or prepared
             return result
         before, after, _, num_partials, C, dtype, shape, payload = prepared
@@ -122,16 +124,12 @@ class PreparedStep:
         numbers = new(payload, dtype=torch.float64) if message is None else message.numbers
         scratch = new(5 * C + num_partials, dtype=dtype)
         coefficients = scratch.data_ptr()
-        if type(batch) is PackedStatistics:
-            mean = batch.numbers.data_ptr()
-            statistics = mean, mean + 8 * C, mean + 16 * C + 8
-        else:
-            statistics = tuple(v.data_ptr() for v in (batch.mean, batch.var, batch.element_weight))
         values = (
             dy.data_ptr(), x.data_ptr(), None if y is None else y.data_ptr(), dx.data_ptr(),
             None if dresidual is None else dresidual.data_ptr(),
             coefficients + 5 * C * dtype.itemsize,
-            dx.data_ptr() if self._coefficients else coefficients, numbers.data_ptr(), *statistics,
+            dx.data_ptr() if self._coefficients else coefficients, numbers.data_ptr(),
+            batch.numbers.data_ptr(),
             None if weight is None else weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
             None if dweight is None else dweight.data_ptr(),
@@ -164,14 +162,10 @@ def _forward_facts(args: NormArgs) -> Any:
 
 def _backward_facts(g: Gradient) -> Any:
     """Return the facts of a backward pass, as `_forward_facts` does."""
-    dy, y, args, batch = g.dy, g.y, g.input, g.batch
+    dy, y, args = g.dy, g.y, g.input
     x, strides = args.x, args.x.stride()
     if dy.stride() != strides or (y is not None and y.stride() != strides):
         return None
-    if type(batch) is not PackedStatistics:
-        for v in (batch.mean, batch.var, batch.element_weight):
-            if v.dtype is not torch.float64 or v.device != x.device or not v.is_contiguous():
-                return None
     addresses = x.data_ptr() | dy.data_ptr() | (0 if y is None else y.data_ptr())
     kinds = type(dy), dy.dtype, None if y is None else y.dtype
     return kinds if _is_usual(addresses, args) else None
@@ -190,7 +184,7 @@ def _is_usual(addresses: int, args: NormArgs) -> bool:
 
 
 def _run_and_prepare(
-    run: Callable[[], Any], names: Sequence[str], facts: Any
+    run: Callable[[], Any], names: Sequence[str], facts: Any, shape: tuple[int, ...]
 ) -> tuple[Any, _Pass | None]:
     """Return the result of `run`, and its prepared launches if later passes can repeat them."""
     with collecting() as launched:
@@ -211,7 +205,6 @@ def _run_and_prepare(
     )
     if None in prepared:
         return result, None
-    shape = next(each for each in launched if "mean" in each.named()).named()["mean"].shape
     C, length = merge["C"], merge["length"]
     return result, _Pass(*prepared, facts, partials.numel(), C, partials.dtype, shape, length)
 

@@ -78,7 +78,7 @@ def merge_moments(
 
 @_step
 def merge_sums(
-    partials, mean, var, weight, bias, coefficients, numbers, dweight, dbias, start, length,
+    partials, statistics, weight, bias, coefficients, numbers, dweight, dbias, start, length,
     fingerprint, eps, splits, C, BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
     """Write the backward message, from the sums of `passes.backward_sums`.
@@ -94,7 +94,7 @@ def merge_sums(
         first_sum += tl.sum(tl.load(partials + at, inside, 0.0).to(tl.float64), 0, keep_dims=True)
         others = partials + splits * C
         second_sum += tl.sum(tl.load(others + at, inside, 0.0).to(tl.float64), 0, keep_dims=True)
-    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    m, v = _load_statistics(statistics, c, exists, C)
     invstd, remainder = _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
     second_sum = (second_sum - remainder * first_sum) * invstd
     payload = numbers + start
@@ -117,8 +117,8 @@ def nonfinite_flags(numbers, found, length, SHARE: constexpr):
 
 @_step
 def finish_forward(
-    summed, mean, var, total_count, element_weight, weight, bias, coefficients, running_mean,
-    running_var, num_batches, looked_at, rank_weight, count, eps, momentum, factor, length, C,
+    summed, statistics, weight, bias, coefficients, running_mean, running_var, num_batches,
+    looked_at, rank_weight, count, eps, momentum, factor, length, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Write the statistics and the coefficients of the passes; update the running statistics.
@@ -131,15 +131,15 @@ def finish_forward(
     total = tl.where(gap == 0.0, tl.load(summed + 2 * C + COUNT), 0.0)
     total_weight = tl.load(summed + 2 * C + WEIGHT)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
+    if tl.program_id(0) == 0:
+        tl.store(statistics + 2 * C, total)
+        n = tl.maximum(number(count), 1.0)
+        tl.store(statistics + 2 * C + 1, number(rank_weight) / (n * divisor))
     m = tl.load(summed + c, exists, 0.0) / divisor + gap
     v = tl.load(summed + C + c, exists, 0.0) / divisor - m * m
     v = tl.where(v < 0.0, 0.0, v)  # a NaN stays
-    tl.store(mean + c, m, exists)
-    tl.store(var + c, v, exists)
-    if tl.program_id(0) == 0:
-        tl.store(total_count, total)
-        n = tl.maximum(number(count), 1.0)
-        tl.store(element_weight, number(rank_weight) / (n * divisor))
+    tl.store(statistics + c, m, exists)
+    tl.store(statistics + C + c, v, exists)
     _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
     if running_mean is not None:
         _update_running(
@@ -149,27 +149,25 @@ def finish_forward(
 
 
 @_step
-def coefficients_of(mean, var, weight, bias, coefficients, eps, C, BLOCK: constexpr):
+def coefficients_of(statistics, weight, bias, coefficients, eps, C, BLOCK: constexpr):
     """Write the coefficients of the passes."""
     c, exists = _channels(C, BLOCK)
-    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    m, v = _load_statistics(statistics, c, exists, C)
     _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
 
 
 @_step
-def gradient_coefficients(
-    summed, mean, var, weight, element_weight, coefficients, eps, C, BLOCK: constexpr
-):
+def gradient_coefficients(summed, statistics, weight, coefficients, eps, C, BLOCK: constexpr):
     """Implement `reference.gradient_coefficients`, for compiled code; `weight` may be None."""
     c, exists = _channels(C, BLOCK)
     DTYPE = coefficients.dtype.element_ty
-    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    m, v = _load_statistics(statistics, c, exists, C)
     centre = m.to(DTYPE)
     invstd = 1.0 / tl.sqrt(v + number(eps))
     dy_scale = invstd
     if weight is not None:
         dy_scale = invstd * tl.load(weight + c, exists, 0.0).to(tl.float64)
-    pull = -dy_scale * number(element_weight)
+    pull = -dy_scale * tl.load(statistics + 2 * C + 1)
     x_scale = pull * invstd * tl.load(summed + C + c, exists, 0.0)
     shift = pull * tl.load(summed + c, exists, 0.0) - (m - centre.to(tl.float64)) * x_scale
     tl.store(coefficients + c, centre, exists)
@@ -181,6 +179,12 @@ def gradient_coefficients(
 @triton.jit
 def number(v):
     return tl.load(v) if v.dtype.is_ptr() else v.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _load_statistics(statistics, c, exists, C):
+    """Return mean and variance."""
+    return tl.load(statistics + c, exists, 0.0), tl.load(statistics + C + c, exists, 1.0)
 
 
 @triton.jit

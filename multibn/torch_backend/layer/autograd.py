@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import kernels
+from multibn._arrays import values
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, layer_communicator
 from multibn.communicators.nonfinite import layer_of, raise_for_nan_gradients
@@ -26,7 +27,7 @@ from multibn.engine.running import StepAccumulator, update_running
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Running, reference
 from multibn.kernels.layout import channels, sizes_in_memory
-from multibn.kernels.spec import options_of, unpack
+from multibn.kernels.spec import PackedStatistics, options_of, unpack
 from multibn.torch_backend._torch_private import (
     MAKE_FX,
     TANGENT_LEVEL,
@@ -163,7 +164,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, plan_and_args: tuple[Any, NormArgs], *_: Tensor | None
-    ) -> tuple[Tensor, BatchStatistics]:
+    ) -> tuple[Tensor, PackedStatistics]:
         # Plan and args are one argument, because `apply` inspects each argument.
         plan, args = plan_and_args
         is_eager = type(plan) is Plan
@@ -242,7 +243,7 @@ def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> 
         args = g.input
         if args.relu and g.y is None:  # recompute the output exactly, as its signs matter
             with torch.no_grad():
-                g = g._replace(y=kernels.select(args.x).normalize(args, unpack(g.batch)))
+                g = g._replace(y=kernels.select(args.x).normalize(args, g.batch))
         dy = reference.residual_gradient(g)
         if not any(needed[:3]):
             return [None, None, None, dy]
@@ -290,7 +291,10 @@ def normalize(
         args = args._replace(running=None)
         plan = Plan(args, differentiable, weighting=weighting, verbs=reference)
         y, batch = plan.forward(args, recorded=False)
-    return y, unpack(batch)
+    mean, var, *scalars = unpack(batch)
+    # The scalars have no gradient, and are equal in all of vmap's batch.
+    scalars = [values(v).detach().reshape(-1)[0] for v in scalars]
+    return y, BatchStatistics(mean, var, *scalars)
 
 
 class _Differentiable:

@@ -201,12 +201,9 @@ def _forward_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
     if not x.is_cpu:
         args = autograd.with_kernel_layout(args)
     coefficients, batch = step.plan(args).forward(args)
-    if type(batch) is PackedStatistics:
-        return coefficients, batch.numbers
-    numbers = torch.cat([v.reshape(-1) for v in batch])
-    if recompute.in_recomputing():  # a count of 0, so that no running statistics are updated
-        numbers[-2] = 0.0
-    return coefficients, numbers
+    if recompute.state.stack and recompute.in_recomputing():
+        batch.numbers[-2] = 0.0  # the count, so that no running statistics are updated
+    return coefficients, batch.numbers
 
 
 def _backward_sums_like(dy: Tensor, x: Tensor, weight: Any, bias: Any, *others: Any) -> Any:

@@ -261,7 +261,8 @@ def normalize_with_running_stats(args: NormArgs, mean: Any, var: Any, /) -> Tens
     # statistics have shape (splits, C), it would need copies of some inputs.
     validation.check_options(args)
     mean, var = steps.as_wide(mean), steps.as_wide(var)
-    normalized: Tensor = reference.normalize(args, BatchStatistics(mean, var, mean, mean))
+    batch = BatchStatistics(mean, var, mean, mean)
+    normalized: Tensor = reference.finish(args, reference.output_coefficients(args, batch))
     return normalized
 
 
