@@ -46,11 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODULE:FUNCTION",
         help="instead, compare two models of your own in one process and on ranks: FUNCTION() must "
-        "return two of a torch model, a Chainer model and a flax.nnx model, in this order, and an "
+        "return two of a torch model, a Chainer model and a flax model, in this order, and an "
         "example input for both, a NumPy array of 3 or more samples. The models must have the same "
         "layers, names and options; the second model's weights are copied to the first. FUNCTION "
         "must return the same on every call. The models must return an array whose first axis is "
-        "the batch, and use no random numbers. A flax model runs in one process only",
+        "the batch, and use no random numbers. A flax model runs in one process only; a model of "
+        "flax.linen is called with train=True or train=False",
     )
 
 

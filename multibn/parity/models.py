@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +40,9 @@ class _Model:
             if hasattr(layer, momentum):
                 value = getattr(layer, momentum)
                 options["momentum (1 - decay)"] = round(1 - value, 12) if self.has_decay else value
-                options["affine (gamma)"] = getattr(layer, scale, None) is not None
-                options["bias (beta)"] = getattr(layer, shift, None) is not None
+                for option, attribute in (("affine (gamma)", scale), ("bias (beta)", shift)):
+                    found = getattr(layer, attribute, None)
+                    options[option] = found is not None and found is not False
                 options["running_var (avg_var)"] = getattr(layer, convention, self.convention)
             yield name, options
 
@@ -166,7 +167,7 @@ class FlaxModel(_Model):
 
             def run(x: Any) -> Any:
                 model = nnx.merge(graph, state, copy=True)
-                return model(x), nnx.state(model)
+                return self.call(model, x, train=True), nnx.state(model)
 
             run(jax.numpy.asarray(x))
             y, backward, new_state = jax.vjp(run, jax.numpy.asarray(x), has_aux=True)
@@ -178,7 +179,11 @@ class FlaxModel(_Model):
 
         with jax.enable_x64(x.dtype == np.float64):
             self.model.eval()
-            return np.asarray(self.model(jax.numpy.asarray(x)))
+            return np.asarray(self.call(self.model, jax.numpy.asarray(x), train=False))
+
+    def call(self, model: Any, x: Any, *, train: bool) -> Any:
+        """Call `model`, this model or a copy of it, after `train()` or `eval()`."""
+        return model(x)
 
     @contextmanager
     def outputs(self) -> Iterator[Arrays]:
@@ -203,9 +208,47 @@ class FlaxModel(_Model):
             m.__class__ = cls
 
 
+class LinenModel(FlaxModel):
+    """A model of flax.linen, which is called with `train`; its first call finds the layers."""
+
+    base_class = "flax.linen", "Module"
+    attributes = "epsilon", "momentum", "use_scale", "use_bias", "running_var"
+
+    def __init__(self, model: Any) -> None:
+        from flax import nnx
+
+        super().__init__(nnx.bridge.ToNNX(model, nnx.Rngs(0)))
+        self.called: dict[str, Any] = {}
+        self.recorded: Arrays = {}
+
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        return self.called.items()
+
+    def outputs(self) -> AbstractContextManager[Arrays]:
+        return nullcontext(self.recorded)
+
+    def call(self, model: Any, x: Any, *, train: bool) -> Any:
+        import jax
+        from flax import linen
+
+        def record(method: Any, args: Any, options: Any, context: Any) -> Any:
+            layer, y = context.module, method(*args, **options)
+            if context.method_name == "__call__":
+                name = ".".join(layer.path)
+                self.called[name] = layer
+                if train and isinstance(y, jax.Array) and not isinstance(y, jax.core.Tracer):
+                    self.recorded.setdefault(name, np.asarray(y))
+            return y
+
+        if not self.called:
+            model.lazy_init(x, train=train)
+        with linen.intercept_methods(record):
+            return model(x, train=train, mutable=["batch_stats"])
+
+
 Model = TorchModel | ChainerModel | FlaxModel
 # Pairs of models must have this order. The first model of a pair gets the state of the second.
-KINDS: tuple[type[Model], ...] = TorchModel, ChainerModel, FlaxModel
+KINDS: tuple[type[Model], ...] = TorchModel, ChainerModel, FlaxModel, LinenModel
 
 
 def model_of(value: object) -> Model | None:

@@ -120,10 +120,11 @@ def _call_factory(path: str, function: Callable[[], Any]) -> tuple[Any, Any, Arr
     adapters = [model_of(value) for value in values[:2]]
     kinds: Any = tuple(map(type, adapters))
     has_array = len(values) == 3 and isinstance(values[2], np.ndarray)
-    if not has_array or kinds not in combinations(KINDS, 2):
+    # A model of flax cannot load the state of the second.
+    if not has_array or kinds not in combinations(KINDS, 2) or kinds[0] is FlaxModel:
         raise ValueError(
-            f"{path} must return two of a torch.nn.Module, a chainer.Link and a flax.nnx.Module, "
-            "in this order, and a NumPy array: got "
+            f"{path} must return two of a torch.nn.Module, a chainer.Link and a Module of flax.nnx "
+            "or flax.linen, in this order, and a NumPy array: got "
             f"{', '.join(type(v).__qualname__ for v in values)}."
         )
     (first, second), x = adapters, values[2]

@@ -340,10 +340,11 @@ def test_links_beside_one_that_shares_already_are_converted(monkeypatch: Any) ->
     assert (kinds, errors) == ({MultiNodeBatchNormalization}, [])
 
 
+@pytest.mark.parametrize("linen", ["", "linen_"])
 @pytest.mark.parametrize("function, other", [("pair", "torch"), ("chainer_pair", "chainer")])
-def test_a_model_of_flax_is_compared_with_any_other(function: str, other: str) -> None:
+def test_a_model_of_flax_is_compared_with_any_other(linen: str, function: str, other: str) -> None:
     require.need("flax")
-    errors = pair.compare_models(SingleProcess(), f"tests.parity.flax_models:{function}")
+    errors = pair.compare_models(SingleProcess(), f"tests.parity.flax_models:{linen}{function}")
     assert max(e.ratio for e in errors) < 1
     assert [e.case for e in errors] == 3 * [
         f"{other} and flax alone",
@@ -351,16 +352,26 @@ def test_a_model_of_flax_is_compared_with_any_other(function: str, other: str) -
     ]
 
 
-def test_the_layer_and_the_options_in_which_a_model_of_flax_differs_are_named() -> None:
+@pytest.mark.parametrize("linen", ["", "linen_"])
+def test_the_layer_and_the_options_in_which_a_model_of_flax_differs_are_named(linen: str) -> None:
     require.need("flax")
-    found = pair.compare_models(SingleProcess(), "tests.parity.flax_models:of_other_options")
+    path = f"tests.parity.flax_models:{linen}"
+    found = pair.compare_models(SingleProcess(), f"{path}of_other_options")
     assert [e.text for e in found] == [
         "eps is 1e-05 in torch, 0.001 in flax",
         "momentum (1 - decay) is 0.1 in torch, 0.01 in flax",
+        "bias (beta) is True in torch, False in flax",
         "running_var (avg_var) is unbiased_global in torch, biased in flax",
     ]
-    found = pair.compare_models(SingleProcess(), "tests.parity.flax_models:unlike")
+    found = pair.compare_models(SingleProcess(), f"{path}unlike")
     assert {e.layer for e in found if e.ratio > 1 and "alone" in e.case} == {"fc"}
+
+
+def test_two_models_of_flax_are_no_pair() -> None:
+    require.need("flax")
+    match = r"two of .* and a Module of flax\.nnx or flax\.linen, .*: got FlaxModel, LinenModel"
+    with pytest.raises(ValueError, match=match):
+        pair.load_pair("tests.parity.flax_models:of_two_kinds")
 
 
 def test_a_rank_without_a_sample_is_refused(monkeypatch: Any, capsys: Any) -> None:
