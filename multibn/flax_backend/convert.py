@@ -47,14 +47,13 @@ def convert_batch_norm(
     Examples
     --------
     >>> from flax import nnx
-    >>> from multibn.flax import convert_batch_norm, revert_batch_norm
+    >>> from multibn.flax import convert_batch_norm
     >>> model = nnx.Sequential(nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
     >>> convert_batch_norm(model, "devices").layers[0].weighting
     'element'
-    >>> type(revert_batch_norm(model).layers[0]) is nnx.BatchNorm
-    True
     """
-    Options.from_layer(Options(weighting=weighting, running_var=running_var, sum_dtype=sum_dtype))
+    given = {"axis_name": axis_name, "axis_index_groups": axis_index_groups, "sum_dtype": sum_dtype}
+    Options.from_layer(Options(weighting=weighting, running_var=running_var, **given))
     obstacles: dict[str, str] = {}
     layers = [(p, m) for p, m in nnx.iter_modules(model) if isinstance(m, nnx.BatchNorm)]
     for path, layer in layers:

@@ -6,7 +6,9 @@ rounded mean, and no gradient flows through the rounding.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,6 @@ from multibn._typing import (
     Weighting,
     check_choice,
     check_eps,
-    check_ints,
     check_number,
 )
 from multibn.communicators import SingleProcess
@@ -54,14 +55,8 @@ class Options(NamedTuple):
         check_choice("running_var", found.running_var, RunningVar)
         check_eps(found.epsilon, "epsilon")
         check_number("momentum", found.momentum, "[0, 1]")
-        groups, dtype = found.axis_index_groups, jnp.dtype(found.sum_dtype).name
-        if dtype not in ("float32", "float64"):
-            raise ValueError(f"`sum_dtype` must be float32 or float64: got {dtype}.")
-        groups = groups if groups is None else tuple(map(tuple, groups))
-        # jax.jit hashes the options, and flax takes lists.
-        axis, name = (tuple(v) if isinstance(v, list) else v for v in (found.axis, found.axis_name))
-        check_ints("axis", axis if isinstance(axis, tuple) else (axis,), None)
-        return found._replace(axis=axis, axis_name=name, axis_index_groups=groups, sum_dtype=dtype)
+        given = {name: (getattr(found, name), *rule) for name, rule in _RULES.items()}
+        return found._replace(**{name: converted(name, *each) for name, each in given.items()})
 
     def channel_axes(self, ndim: int) -> tuple[int, ...]:
         """The channel axes of an input with `ndim` axes."""
@@ -121,11 +116,8 @@ def sync_batch_norm(
 
     Raises
     ------
-    TypeError, ValueError
-        As in `BatchNorm`, at trace time.
-    FloatingPointError
-        If `x` is not float16 and contains NaN, infinity or values that overflow, and jax.jit or
-        jax.vmap does not trace the call.
+    TypeError, ValueError, FloatingPointError
+        As `BatchNorm`.
 
     Examples
     --------
@@ -149,9 +141,10 @@ def run(
     Outside of a trace, raises if no element counts, or if the statistics are not finite (float16
     excepted).
     """
-    mask, lengths = (v if v is None else jnp.asarray(v) for v in (mask, lengths))
+    given = {"scale": scale, "bias": bias, "mask": mask, "lengths": lengths}
     with jax.enable_x64(True):
-        batch = _run((x, scale, bias, running, mask, lengths), options, use_running)
+        arrays = [v if v is None else converted(name, v) for name, v in given.items()]
+        batch = _run((x, running, *arrays), options, use_running)
     try:
         state = int(batch.state)
     except jax.errors.ConcretizationTypeError:  # traced: no value yet
@@ -170,7 +163,7 @@ def run(
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _run(arrays: Any, options: Options, use_running: bool) -> NormResult:
-    x, scale, bias, running, mask, lengths = arrays
+    x, running, scale, bias, mask, lengths = arrays
     args = _args(x, (scale, bias, *(running or ())), mask, lengths, options)
     if use_running:
         one = jnp.ones((), jnp.float64)
@@ -183,9 +176,9 @@ def _run(arrays: Any, options: Options, use_running: bool) -> NormResult:
     axis, dtype = args.axis, reference.arithmetic_dtype(jnp, x.dtype)
     n, is_float64 = steps.at_least_one(count), dtype == jnp.float64
     x = reference.masked(x.astype(dtype), args.mask)
-    # float64, rounded by `astype`: XLA cannot contract this product and the subtraction below into
+    # float64, rounded by `astype`: XLA cannot contract this quotient and the subtraction below into
     # one FMA.
-    centre = lax.stop_gradient(jnp.sum(x, axis=axis) * (1.0 / n)).astype(dtype)
+    centre = _computed_once(lax.stop_gradient(jnp.sum(x, axis=axis) / n).astype(dtype))
     # Traced code cannot branch on cancellation, so float64 devices always subtract a common mean.
     if is_float64:
         sent = lax.stop_gradient(wire.concat([centre * weight, jnp.reshape(weight, (1,))]))
@@ -205,7 +198,7 @@ def _run(arrays: Any, options: Options, use_running: bool) -> NormResult:
     scales = scales if scale is None else scales * steps.as_wide(scale)
     shifts = (local_centre - differentiable.mean) * scales
     shifts = shifts if bias is None else shifts + steps.as_wide(bias)
-    rows = _computed_once(scales.astype(dtype), shifts.astype(dtype))
+    rows = (_computed_once(v.astype(dtype)) for v in (scales, shifts))
     scales, shifts = (reference.per_channel(v, x, axis) for v in rows)
     y = reference.masked((d * scales + shifts).astype(args.x.dtype), args.mask)
     batch, _ = steps.statistics_of(args, lax.stop_gradient(summed), weight, count)
@@ -220,9 +213,37 @@ def _run(arrays: Any, options: Options, use_running: bool) -> NormResult:
     return NormResult(y, running, batch, state)
 
 
+def converted(
+    name: str, value: Any, expected: str = "an array", function: Callable[[Any], Any] = jnp.asarray
+) -> Any:
+    """Return `function(value)`; if it fails, raise a TypeError that names the argument."""
+    try:
+        return function(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be {expected}: got {value!r}.") from error
+
+
+def _axes(axis: Any) -> int | tuple[int, ...]:
+    return tuple(map(index, axis)) if isinstance(axis, list | tuple) else index(axis)
+
+
+def _groups(groups: Groups) -> Groups:
+    return None if groups is None else tuple(tuple(map(index, group)) for group in groups)
+
+
+# What an option must be, and how it is kept: jax.jit hashes the options, and flax takes lists.
+_RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "axis": ("an int or a tuple of ints", _axes),
+    "axis_name": ("hashable", lambda v: {tuple(v) if isinstance(v, list) else v}.pop()),
+    "axis_index_groups": ("lists of ints, or None", _groups),
+    "sum_dtype": ("float32 or float64", lambda v: _SUM_DTYPES[jnp.dtype(v)]),
+}
+_SUM_DTYPES = {jnp.dtype(name): name for name in ("float32", "float64")}
+
+
 def floating(x: Any) -> Array:
     """An input as an array; raises TypeError unless it is floating-point."""
-    x = jnp.asarray(x)
+    x = converted("x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise not_floating(x)
     return x
@@ -240,7 +261,10 @@ def _args(x: Array, arrays: Any, mask: Any, lengths: Any, options: Options) -> N
             f"construct the layer of flax.nnx with num_features={math.prod(channel_shape)}."
         )
     if lengths is not None and len(axis) < 2:
-        raise ValueError(f"`lengths` needs an input of shape (N, L, ..., C): got {x.shape}.")
+        raise ValueError(
+            "`lengths` needs an input with axes of N samples and of L elements besides the "
+            f"channels' axis {options.axis}: got shape {x.shape}."
+        )
     if mask is not None:
         form = tuple(1 if k in channel_axes else n for k, n in enumerate(x.shape))
         if mask.ndim != x.ndim or any(mask.shape[k] != 1 for k in channel_axes):
@@ -289,14 +313,16 @@ def _sums(d: Array, axis: tuple[int, ...], dtype: str) -> tuple[Array, ...]:
 def _sums_jvp(axis: Any, dtype: str, primals: Any, tangents: Any) -> Any:
     (d,), (t,) = primals, tangents
     with jax.enable_x64(True):  # JAX may call this after the context around `_run` has exited
-        found = _computed_once(*(jnp.sum(v, axis=axis) for v in (t, 2 * d * t)))
-        return _sums(d, axis, dtype), tuple(v.astype(jnp.float64) for v in found)
+        found = (_computed_once(jnp.sum(v, axis=axis)) for v in (t, d * t))
+        first, second = (v.astype(jnp.float64) for v in found)
+        return _sums(d, axis, dtype), (first, 2 * second)
 
 
-def _computed_once(*arrays: Array) -> Array:
-    """Stack per-channel arrays or tangents so that XLA computes them before it broadcasts them.
+def _computed_once(v: Array) -> Array:
+    """Return a per-channel array or tangent so that XLA computes it before it is broadcast.
 
-    Without the barrier, XLA for CPU fuses the float64 arithmetic that yields them into the loop
-    over the activation, and repeats it for each element.
+    Otherwise XLA for CPU fuses the float64 arithmetic that yields it into the loop over the
+    activation, and repeats it for each element. XLA repeats no division; the barrier hides that
+    this one divides by 1.
     """
-    return lax.optimization_barrier(jnp.stack(arrays))
+    return v / lax.optimization_barrier(jnp.ones_like(v))

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import linen
 from flax.linen import dtypes
 
-from multibn._typing import Array, RunningVar, Weighting
-from multibn.flax_backend.functional import Options, floating, run
+from multibn._typing import Array, RunningVar, Weighting, check_bool
+from multibn.flax_backend.functional import Options, converted, floating, run
 
 
 class BatchNorm(linen.BatchNorm):
@@ -22,11 +22,9 @@ class BatchNorm(linen.BatchNorm):
     weighting, running_var, sum_dtype
         As for `multibn.flax.BatchNorm`.
     use_running_average, axis, momentum, epsilon, dtype, param_dtype, use_bias, use_scale
-        As for flax.linen.BatchNorm.
     bias_init, scale_init, axis_name, axis_index_groups, use_fast_variance
-        As for flax.linen.BatchNorm. `use_fast_variance` has no effect.
     force_float32_reductions, parent, name
-        As for flax.linen.BatchNorm.
+        As for flax.linen.BatchNorm. `use_fast_variance` has no effect.
 
     Examples
     --------
@@ -55,6 +53,7 @@ class BatchNorm(linen.BatchNorm):
     ) -> Array:
         name = "use_running_average"
         use = linen.merge_param(name, self.use_running_average, use_running_average)
+        check_bool(use_running_average=use)
         options, x = Options.from_layer(self), floating(x)
         shape = tuple(x.shape[k] for k in options.channel_axes(x.ndim))
         stats_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
@@ -66,7 +65,8 @@ class BatchNorm(linen.BatchNorm):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         x, *_ = dtypes.promote_dtype(x, scale, bias, dtype=self.dtype)
-        mask = mask if mask is None else jnp.asarray(mask, bool)  # flax accepts numbers
+        if mask is not None:  # flax accepts numbers
+            mask = converted("mask", mask).astype(bool)
         use |= self.is_initializing()
         running = mean.value, var.value
         batch = run(x, scale, bias, running, mask, lengths, options, use_running=use)

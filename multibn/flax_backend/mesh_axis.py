@@ -37,7 +37,7 @@ class MeshAxis:
                 f"`axis_index_groups` must have each of the {length} indices of the axis {name!r} "
                 f"exactly once: got {groups}."
             )
-        self.size = length if groups is None else len(groups[0])
+        self.size = length if groups is None else min(map(len, groups))
 
     def allreduce(self, x: Array, /) -> Array:
         """Sum `x` over the devices."""

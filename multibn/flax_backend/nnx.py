@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from multibn._typing import Array, RunningVar, Weighting
+from multibn._typing import Array, RunningVar, Weighting, check_bool, check_int
 from multibn.flax_backend.functional import NormResult, Options, floating, run
 from multibn.kernels import steps
 
@@ -93,6 +93,7 @@ class BatchNorm(nnx.BatchNorm):
         sum_dtype: Any = jnp.float64,
         **options: Any,
     ) -> None:
+        check_int("num_features", num_features)
         super().__init__(num_features, **options)
         self.weighting, self.running_var, self.sum_dtype = weighting, running_var, sum_dtype
         Options.from_layer(self)
@@ -117,7 +118,8 @@ class BatchNorm(nnx.BatchNorm):
             Booleans that broadcast to `x`, of size 1 along the channels as in flax. True for valid
             elements. Invalid elements are ignored, even NaN, and their output is 0.
         lengths
-            Integers of shape `(N,)`: the number of valid elements along axis 1 of each sample.
+            Integers of shape `(N,)`: the number of valid elements of each sample along axis 1, or
+            along axis 2 of an input `(N, C, L, ...)` with `axis=1`.
         """
         use = self.use_running_average if use_running_average is None else use_running_average
         if use is None:
@@ -125,6 +127,7 @@ class BatchNorm(nnx.BatchNorm):
                 "`use_running_average` must be a bool in the call or in the layer: got None in "
                 "both. Call model.train() or model.eval() first."
             )
+        check_bool(use_running_average=use)
         options, x = Options.from_layer(self), floating(x)
         scale, bias = (v if v is None else v[...] for v in (self.scale, self.bias))
         running = self.mean[...], self.var[...]

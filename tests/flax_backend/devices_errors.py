@@ -1,5 +1,7 @@
 """What a call refuses, where JAX traces; and batches that are not finite."""
 
+import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from multibn.flax import BatchNorm, linen, sync_batch_norm
+from multibn.flax import BatchNorm, convert_batch_norm, linen, sync_batch_norm
 from tests.flax_backend import NUM_DEVICES
 from tests.flax_backend.devices_layers import ALL, MESH, SPLIT
 
@@ -60,14 +62,29 @@ def check_refused_inputs() -> None:
         (r"`mask` must have dtype bool", given(mask=X[..., :1]), X),
         (r"cannot be passed together", given(mask=mask[..., None], lengths=four), X),
         (r"`lengths` must have shape \(4,\)", given(lengths=jnp.ones(5, int)), X),
-        (r"`lengths` needs an input of shape \(N, L", given(lengths=four), X[:, 0]),
+        (
+            r"`lengths` needs .* N samples and of L elements .* axis -1: got shape \(4, 3\)",
+            given(lengths=four),
+            X[:, 0],
+        ),
+        (r"`lengths` needs .* channels' axis 1: got", along(1, lengths=four), X[:, 0]),
+        (r"`lengths` must be integers: got dtype float32", given(lengths=four * 1.0), X),
+        *(
+            (f"`{name}` must be an array: got 'no'", given(**{name: "no"}), X)
+            for name in ("bias", "mask", "lengths")
+        ),
+        (r"`scale` must be an array: got \[1, 'z'\]", lambda x: sync_batch_norm(x, [1, "z"]), X),
         (r"`scale`, `bias` and .* shape \(2,\), that of axis -1 .*: got \(3,\)", norm, X[..., :2]),
         (r"must have shape \(2,\).* with num_features=2", layer(), X[..., :2]),
         *((r"`axis` must name one .*: got", along(k), X) for k in wrong_axes),
-        (r"`axis` must be an int: got 'channels'", along("channels"), X),
         (r"`x` must have elements: got shape", norm, X[:0]),
         (r"`x` must have elements", sharded(axis("devices")), X[:0]),
         (r"more than 1 value per channel.* a layer can use its", norm, X[:1, :1]),
+        (
+            r"more than 1 value per channel",
+            sharded(axis("devices", [[1, 2, 3], [0]]), check_vma=False),
+            X[:, :1],
+        ),
         (r"real floating-point dtype: got int32", norm, X.astype(int)),
         (r"real floating-point dtype: got int32", layer(), X.astype(int)),
         (r"real floating-point dtype: got complex64", norm, X + 1j),
@@ -111,21 +128,42 @@ def check_an_axis_of_one_device() -> None:
 
 
 def check_refused_options() -> None:
-    refused: list[tuple[str, dict[str, Any]]] = [
-        ("`weighting` must be one of", {"weighting": "batch"}),
-        ("`running_var` must be one of", {"running_var": "unbiased"}),
-        ("`sum_dtype` must be float32 or float64: got b", {"sum_dtype": jnp.bfloat16}),
-        ("`epsilon` must be", {"epsilon": 0.0}),
-        (r"`momentum` must be in \[0, 1\]", {"momentum": 1.5}),
-    ]
-    for message, options in refused:
-        with pytest.raises(ValueError, match=message):
-            layer(**options)
-        model = linen.BatchNorm(use_running_average=False, **options)
-        with pytest.raises(ValueError, match=message):
-            model.init(jax.random.key(0), X)
+    refused: dict[str, tuple[str, list[Any]]] = {
+        "weighting": ("one of 'element', 'sample', 'rank'", ["batch", 3]),
+        "running_var": ("one of 'unbiased_global', .*", ["unbiased", None]),
+        "momentum": (r"a number|in \[0, 1\]", [1.5, "0.9", None]),
+        "epsilon": (r"a number|in \[1.18e-38, inf\)", [0.0, "1e-5", None]),
+        "axis": ("an int or a tuple of ints", ["channels", 1.0, None, (0, None)]),
+        "axis_name": ("hashable", [{"devices"}, ("devices", set())]),
+        "axis_index_groups": ("lists of ints, or None", [3, "01", (0, 1), ((0, 1), ("2", 3))]),
+        "sum_dtype": ("float32 or float64", ["foo", 3, jnp.bfloat16]),
+    }
+    for name, (wanted, values) in refused.items():
+        for value in values:
+            options = {name: value}
+            got = f"`{name}` must be (?:{wanted}): got {re.escape(repr(value))}"
+            with pytest.raises((TypeError, ValueError), match=got):
+                layer(**options)
+            model = linen.BatchNorm(use_running_average=False, **options)
+            with pytest.raises((TypeError, ValueError), match=got):
+                model.init(jax.random.key(0), X)
+            for function in (partial(convert_batch_norm, layer()), partial(sync_batch_norm, X)):
+                if name in inspect.signature(function).parameters:
+                    with pytest.raises((TypeError, ValueError), match=got):
+                        function(**options)
+    with pytest.raises(TypeError, match="`num_features` must be an int: got '3' of type str"):
+        BatchNorm("3", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+    for x in ("x", None):
+        with pytest.raises(TypeError, match=f"`x` must be an array: got {x!r}"):
+            layer()(x)
     with pytest.raises(ValueError, match=r"`use_running_average` must be a bool .* Call model"):
         (bn := layer(use_running_average=None))(X)
+    init = partial(linen.BatchNorm().init, jax.random.key(0))
+    with pytest.raises(TypeError, match="`mask` must be an array: got 'no'"):
+        init(X, use_running_average=False, mask="no")
+    for call in (layer(), init):
+        with pytest.raises(TypeError, match="`use_running_average` must be a bool: got 'no' of"):
+            call(X, use_running_average="no")
     bn.train()
     bn(X)
 
