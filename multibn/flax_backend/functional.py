@@ -231,6 +231,7 @@ def _groups(groups: Groups) -> Groups:
     return None if groups is None else tuple(tuple(map(index, group)) for group in groups)
 
 
+_SUM_DTYPES = {jnp.dtype(name): name for name in ("float32", "float64")}
 # What an option must be, and how it is kept: jax.jit hashes the options, and flax takes lists.
 _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "axis": ("an int or a tuple of ints", _axes),
@@ -238,7 +239,6 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "axis_index_groups": ("lists of ints, or None", _groups),
     "sum_dtype": ("float32 or float64", lambda v: _SUM_DTYPES[jnp.dtype(v)]),
 }
-_SUM_DTYPES = {jnp.dtype(name): name for name in ("float32", "float64")}
 
 
 def floating(x: Any) -> Array:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,7 +224,7 @@ class LinenModel(FlaxModel):
     def layers(self) -> Iterable[tuple[str, Any]]:
         return self.called.items()
 
-    def outputs(self) -> AbstractContextManager[Arrays]:
+    def outputs(self) -> Any:
         return nullcontext(self.recorded)
 
     def call(self, model: Any, x: Any, *, train: bool) -> Any:

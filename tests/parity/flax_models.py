@@ -65,9 +65,8 @@ def of_two_kinds() -> tuple[Any, Any, Any]:
     return FlaxModel(), linen_model(), models.pair()[2]
 
 
-linen_pair, linen_chainer_pair, linen_unlike = (
-    partial(function, linen_model) for function in (pair, chainer_pair, unlike)
-)
+_OF_NNX: Any = pair, chainer_pair, unlike
+linen_pair, linen_chainer_pair, linen_unlike = (partial(of, linen_model) for of in _OF_NNX)
 of_other_options, linen_of_other_options = (
     partial(of, momentum=0.99, epsilon=1e-3, use_bias=False, running_var="biased")
     for of in (pair, linen_pair)
