@@ -203,6 +203,24 @@ def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
+class _InOrder(nn.ModuleDict):
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        return torch.stack([self[name](x) for name in names])
+
+
+@only("torchrun", sizes=(2,))
+def check_a_rank_in_another_compiled_layer_is_named(world: Communicator) -> None:
+    """In the third step the layers have changed places on rank 1, which compiles again."""
+    layers = _InOrder({name: tb.SyncBatchNorm(4, process_group=world) for name in "ab"})
+    torch._dynamo.reset()
+    run = torch.compile(layers, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        run(torch.randn(3, 4), "ab")
+    places = r"rank\(s\) \[0\] in a \(forward, .*; rank\(s\) \[1\] in b \(forward, "
+    with pytest.raises(RuntimeError, match=places):
+        run(torch.randn(3, 4), "ba" if world.rank else "ab")
+
+
 @only("torchrun", sizes=(2,))
 def check_an_error_in_traced_code_reaches_all_ranks(world: Communicator) -> None:
     """Rank 0's input is wrong in the first compiled call: the others do not wait for it."""

@@ -51,15 +51,19 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_sizes_may_change_without_compiling_again() -> None:
-    layers = (SyncBatchNorm(4, process_group=SingleProcess()) for _ in "ab")
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), next(layers), nn.ReLU(), next(layers)).double()
-    compiled: Any = torch.compile(
-        copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=True
-    )
+    """One layer runs twice."""
+    layer = SyncBatchNorm(4, process_group=SingleProcess())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.ReLU(), layer).double()
+    twin = copy.deepcopy(model)
+    compiled: Any = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for n in (2, 3, 5):
             x = torch.randn(n, 3, 7 + n, 6, dtype=torch.float64)
-            torch.testing.assert_close(compiled(x), model(x))
+            found = []
+            for call, net in ((compiled, twin), (model, model)):
+                y = call(x)
+                found.append([y, *torch.autograd.grad(y.sin().sum(), [*net.parameters()])])
+            torch.testing.assert_close(*found)
     torch.testing.assert_close(
         list(compiled.state_dict().values()), list(model.state_dict().values())
     )
