@@ -210,7 +210,7 @@ class _InOrder(nn.ModuleDict):
 
 @only("torchrun", sizes=(2,))
 def check_a_rank_in_another_compiled_layer_is_named(world: Communicator) -> None:
-    """In the third step the layers have changed places on rank 1, which compiles again."""
+    """The layers change places on rank 1 in the third step, which rank 1 compiles again."""
     layers = _InOrder({name: tb.SyncBatchNorm(4, process_group=world) for name in "ab"})
     torch._dynamo.reset()
     run = torch.compile(layers, backend="aot_eager", fullgraph=True)
