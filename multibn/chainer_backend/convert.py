@@ -93,8 +93,8 @@ def create_mnbn_model(
             obstacles[path] = f"{type(child).__module__}.{type(child).__qualname__}: {why}"
         else:
             norms.append(child)
-    if others := {path: different for path, different in synchronized.items() if different}:
-        warn(list_obstacles(others, "link(s) are synchronized already and keep their own options"))
+    if unlike := {path: different for path, different in synchronized.items() if different}:
+        warn(list_obstacles(unlike, "link(s) are synchronized already and keep their own options"))
     message = "`link` has no L.BatchNormalization: nothing is converted. "
     message += "Its links are already synchronized." if synchronized else "Pass a model with one."
     if obstacles:
