@@ -25,7 +25,6 @@ from multibn.kernels.core import _core
 from multibn.kernels.layout import channels, sizes
 from multibn.kernels.spec import (
     OK,
-    BatchStatistics,
     Gradient,
     NormArgs,
     PackedStatistics,
@@ -35,7 +34,7 @@ from multibn.kernels.spec import (
 from multibn.kernels.steps import update_running
 from multibn.wire import NO_BIT
 
-_KINDS = NormArgs, Gradient, BatchStatistics, PackedStatistics, Running
+_KINDS = NormArgs, Gradient, PackedStatistics, Running
 FIELDS: dict[Any, list[str]] = dict(zip(_KINDS, map(str.split, _core.fields), strict=True))
 
 

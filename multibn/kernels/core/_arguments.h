@@ -7,16 +7,14 @@
     F(NormArgs, x) F(NormArgs, weight) F(NormArgs, bias) F(NormArgs, eps) F(NormArgs, axis)                   \
     F(NormArgs, residual) F(NormArgs, relu) F(NormArgs, running) F(NormArgs, mask)
 #define GRADIENT_FIELDS(F) F(Gradient, dy) F(Gradient, input) F(Gradient, batch) F(Gradient, y) F(Gradient, needs_dx)
-#define BATCH_FIELDS(F) F(Batch, mean) F(Batch, var) F(Batch, count) F(Batch, element_weight)
-#define PACKED_FIELDS(F) F(Packed, numbers) F(Packed, shape)
+#define BATCH_FIELDS(F) F(Batch, numbers) F(Batch, shape)
 #define RUNNING_FIELDS(F)                                                                                     \
     F(Running, mean) F(Running, var) F(Running, momentum) F(Running, convention) F(Running, num_batches)
 
 #define PLACE(record, name) record##_##name,
 #define NAME(record, name) " " #name
-enum { ARGS_FIELDS(PLACE) GRADIENT_FIELDS(PLACE) BATCH_FIELDS(PLACE) PACKED_FIELDS(PLACE) RUNNING_FIELDS(PLACE) NUM_FIELDS };
-static const char *const FIELDS[] = {ARGS_FIELDS(NAME), GRADIENT_FIELDS(NAME), BATCH_FIELDS(NAME), PACKED_FIELDS(NAME),
-                                     RUNNING_FIELDS(NAME)};
+enum { ARGS_FIELDS(PLACE) GRADIENT_FIELDS(PLACE) BATCH_FIELDS(PLACE) RUNNING_FIELDS(PLACE) NUM_FIELDS };
+static const char *const FIELDS[] = {ARGS_FIELDS(NAME), GRADIENT_FIELDS(NAME), BATCH_FIELDS(NAME), RUNNING_FIELDS(NAME)};
 #undef NAME
 
 static Py_ssize_t places[NUM_FIELDS]; /* of the fields in their named tuples */
@@ -48,9 +46,7 @@ typedef struct {
     Pass pass;
     Statistics statistics;
     Running running;
-    double *numbers; /* of packed statistics, contiguous */
     double *message, weight, count, mark; /* the payload or the sum; this rank's weight, elements per channel, mark */
-    double *total, *element_weight; /* of the whole batch */
     Parameter dweight, dbias, coefficients; /* coefficients: output for compiled code, instead of a pass */
 } Call;
 
@@ -128,23 +124,18 @@ static void read_input(Call *call, PyObject *i)
     };
 }
 
-/* `n` numbers of a batch's statistics: its array `field`, or, if packed, the numbers from `from` on. */
-static double *take_statistic(Call *call, PyObject *batch, int field, int64_t from, int64_t n, int how)
-{
-    if (!call->refused && PyTuple_Size(batch) != 2) /* BatchStatistics */
-        return take(call, get_field(call, batch, field), FLOAT64, n, how).at;
-    if (!call->numbers)
-        call->numbers = take(call, get_field(call, batch, Packed_numbers), FLOAT64, 2 * call->pass.C + 2, how).at;
-    return call->numbers ? call->numbers + from : NULL;
-}
-
-/* The per-channel arguments of a pass; `written` is WRITTEN if the pass writes mean and variance. */
+/* The statistics and the parameters of a pass; `written` is WRITTEN if the pass writes the statistics. */
 static void read_statistics(Call *call, PyObject *i, PyObject *batch, int written)
 {
     const int64_t C = call->pass.C;
+    double *const numbers = take(call, get_field(call, batch, Batch_numbers), FLOAT64, 2 * C + 2, written).at;
+    if (call->refused)
+        return;
     call->statistics = (Statistics){
-        .mean = take_statistic(call, batch, Batch_mean, 0, C, written),
-        .var = take_statistic(call, batch, Batch_var, C, C, written),
+        .mean = numbers,
+        .var = numbers + C,
+        .count = numbers + 2 * C,
+        .element_weight = numbers + 2 * C + 1,
         .weight = take(call, get_field(call, i, NormArgs_weight), ANY_FLOAT, C, OPTIONAL),
         .bias = take(call, get_field(call, i, NormArgs_bias), ANY_FLOAT, C, OPTIONAL),
         .eps = number(call, get_field(call, i, NormArgs_eps)),

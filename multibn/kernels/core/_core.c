@@ -144,7 +144,7 @@ static void read_pass(Call *a, PyObject *const *args, int written)
     take_output(a, args[2], args[3], 3);
 }
 
-/* Arguments: NormArgs, BatchStatistics, the output, whether it gets coefficients instead. */
+/* Arguments: NormArgs, PackedStatistics, the output, whether it gets coefficients instead. */
 static void read_normalize(Call *a, PyObject *const *args) { read_pass(a, args, 0); }
 
 FUNCTION(normalize, 4)
@@ -154,11 +154,11 @@ static int finish_forward(Call *a, double *memory)
 {
     const Statistics *s = &a->statistics;
     const double least = a->dtype == 1 ? 0x1p-13 : 0x1p-27; /* see spec.py */
-    const int state = unpack(a->message, s, a->pass.C, a->weight, a->count, least, a->total, a->element_weight);
+    const int state = unpack(a->message, s, a->pass.C, a->weight, a->count, least);
     if (state != OK)
         return state;
     if (a->running.mean.at)
-        move(&a->running, s, a->pass.C, *a->total, a->count, memory);
+        move(&a->running, s, a->pass.C, a->count, memory);
     return normalize(a, memory); /* 0, which is OK */
 }
 
@@ -169,8 +169,6 @@ static void read_finish_forward(Call *a, PyObject *const *args)
     a->message = take(a, args[4], FLOAT64, 2 * a->pass.C + NUM_SCALARS, 0).at;
     a->weight = number(a, args[5]);
     a->count = number(a, args[6]);
-    a->total = take_statistic(a, args[1], Batch_count, 2 * a->pass.C, 1, WRITTEN);
-    a->element_weight = take_statistic(a, args[1], Batch_element_weight, 2 * a->pass.C + 1, 1, WRITTEN);
     PyObject *running = get_field(a, args[0], NormArgs_running);
     if (running == Py_None)
         return;
@@ -199,7 +197,7 @@ static int finish_backward(Call *a, double *memory)
     double *y_scale = memory, *y_shift = y_scale + C, *scale = y_shift + C, *shift = scale + C;
     output_coefficients(s, C, y_scale, y_shift);
     for (int64_t c = 0; c < C; c++) {
-        const double invstd = 1 / std_of(s, c), pull = -y_scale[c] * a->weight;
+        const double invstd = 1 / std_of(s, c), pull = -y_scale[c] * *s->element_weight;
         scale[c] = pull * invstd * a->message[C + c];
         shift[c] = pull * a->message[c];
     }
@@ -218,8 +216,6 @@ static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
     a->message = take(a, args[1], FLOAT64, 2 * a->pass.C, 0).at;
-    PyObject *batch = get_field(a, args[0], Gradient_batch);
-    a->weight = a->numbers ? a->numbers[2 * a->pass.C + 1] : number(a, get_field(a, batch, Batch_element_weight));
     take_output(a, args[2], args[3], 4);
     a->pass.more = take_like(a, args[4], &a->x.a, WRITTEN | OPTIONAL);
 }
@@ -254,7 +250,7 @@ static PyMethodDef functions[] = {
 static int execute(PyObject *module)
 {
     const int count = num_levels();
-    PyObject *names = PyTuple_New(count), *known = Py_BuildValue("(sssss)", FIELDS[0], FIELDS[1], FIELDS[2], FIELDS[3], FIELDS[4]);
+    PyObject *names = PyTuple_New(count), *known = Py_BuildValue("(ssss)", FIELDS[0], FIELDS[1], FIELDS[2], FIELDS[3]);
     for (int i = 0; names && i < count; i++)
         PyTuple_SetItem(names, i, PyUnicode_FromString(LEVELS[i].name));
     level = count - 1;

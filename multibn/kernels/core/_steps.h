@@ -51,14 +51,13 @@ static void pack(const double *mean, const double *var, double *packed, int64_t 
 
 /* The per-channel arguments of a pass; `finish_forward` writes the mean and the variance. */
 typedef struct {
-    double *mean, *var;
+    double *mean, *var, *count, *element_weight;
     Parameter weight, bias;
     double eps;
 } Statistics;
 
 /* Write the statistics in the sum of all messages. Returns the state of the message. */
-static int unpack(const double *summed, const Statistics *s, int64_t C, double weight, double count, double least,
-                  double *total_count, double *element_weight)
+static int unpack(const double *summed, const Statistics *s, int64_t C, double weight, double count, double least)
 {
     double *const mean = s->mean, *const var = s->var, eps = s->eps;
     const double total_weight = summed[2 * C + WEIGHT], divisor = total_weight == 0 ? 1 : total_weight;
@@ -72,8 +71,8 @@ static int unpack(const double *summed, const Statistics *s, int64_t C, double w
         if (state == OK && mean[c] * mean[c] * least > var[c] + eps)
             state = CANCELLED;
     }
-    *total_count = summed[2 * C + COUNT];
-    *element_weight = weight / ((count > 1 ? count : 1) * divisor);
+    *s->count = summed[2 * C + COUNT];
+    *s->element_weight = weight / ((count > 1 ? count : 1) * divisor);
     return state;
 }
 
@@ -126,8 +125,9 @@ static void approach(Parameter running, const double *batch, int64_t C, double m
     put(old, C, running);
 }
 
-static void move(const Running *r, const Statistics *s, int64_t C, double total, double count, double *memory)
+static void move(const Running *r, const Statistics *s, int64_t C, double count, double *memory)
 {
+    const double total = *s->count;
     if (!(total > 0))
         return;
     double momentum = r->momentum, n = r->convention == UNBIASED_LOCAL && count > 0 ? count : total;
