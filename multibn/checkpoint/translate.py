@@ -273,6 +273,12 @@ def _translate(
             "no arrays are left to convert: `names` maps every key to None, or the state is empty."
         )
     notes = []
+    for wrapper in ("module", "_orig_mod"):  # DistributedDataParallel, torch.compile
+        if all(name.startswith(wrapper + new) for name in origins):
+            notes.append(
+                f"all keys start with {wrapper!r}, the prefix of a wrapper: pass `prefix` "
+                f"{wrapper!r} (--prefix {wrapper}) to strip it."
+            )
     if numbered:
         notes.append(
             f"the numbers in {format_keys(numbered)} are kept unchanged, which is correct for a "

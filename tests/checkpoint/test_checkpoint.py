@@ -168,6 +168,14 @@ def test_numbers_are_carried_with_a_word() -> None:
     check_note(torch_to_chainer(converted.state), "the numbers in 'a.0.weight', 'a.1.0.weight'")
 
 
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
+def test_the_prefix_of_a_wrapper_gets_a_note(wrapper: str) -> None:
+    state = nn.ModuleDict({wrapper: nn.Linear(2, 3)}).state_dict()
+    check_note(torch_to_chainer(state), f"start with '{wrapper}', the prefix of a wrapper: pass")
+    assert not torch_to_chainer(state, names={wrapper: ""}).notes
+    assert not torch_to_chainer(state | {"W": torch.zeros(1)}, names={"W": "a"}).notes
+
+
 def test_nothing_is_said_without_batch_norm() -> None:
     assert torch_to_chainer(nn.Linear(2, 3).state_dict()).notes == ()
 

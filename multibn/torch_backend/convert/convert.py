@@ -1,7 +1,7 @@
 """Convert the batch norm layers of a model to synchronized layers, and back."""
 
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -169,7 +169,9 @@ def _options_mismatch(
     return mismatches
 
 
-def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = False) -> _Model:
+def convert_sub_batchnorm(
+    module: _Model, num_splits: int, *, strict: bool = False, **others: NoReturn
+) -> _Model:
     """Make every batch norm normalize each sub-batch with its own statistics (ghost batch norm).
 
     Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for an existing model: a large
@@ -192,7 +194,8 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
     Raises
     ------
     TypeError, ValueError
-        If `num_splits` is no positive int; and as `convert_sync_batchnorm`.
+        If `num_splits` is no positive int; TypeError for any other option; and as
+        `convert_sync_batchnorm`.
 
     Examples
     --------
@@ -202,6 +205,12 @@ def convert_sub_batchnorm(module: _Model, num_splits: int, *, strict: bool = Fal
     >>> layer(torch.tensor([[1.0], [2.0], [3.0], [30.0], [40.0]])).flatten()
     tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
     """
+    if others:
+        raise TypeError(
+            "convert_sub_batchnorm() takes `num_splits` and `strict`: got "
+            f"{', '.join(f'`{name}`' for name in others)}. For a virtual batch size, pass "
+            "num_splits=batch_size // virtual_batch_size."
+        )
     check_int("num_splits", num_splits)
     for layer in _find_layers(module, strict, splitting=True):
         if not isinstance(layer, SyncBatchNorm):

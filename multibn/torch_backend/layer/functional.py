@@ -125,7 +125,7 @@ def sync_batch_norm(
                 kind = type(v).__qualname__
                 raise TypeError(f"`{name}` must be a torch.Tensor or None: got {kind}.")
             validation.check_dense(f"`{name}`", v)
-        num_channels = next((len(v) for v in given.values() if v is not None), None)
+        num_channels = next((v.numel() for v in given.values() if v is not None), None)
         if running_mean is not None and running_var is not None:
             running = Running(running_mean, running_var, momentum)
         elif running_mean is not running_var:

@@ -193,3 +193,13 @@ def test_ranks_that_share_parts_have_equally_many() -> None:
     norm = nn.BatchNorm1d(3, affine=False).double()
     first, second = norm(torch.cat([xs[0][:3], xs[1]])), norm(xs[0][3:])
     torch.testing.assert_close(got, [torch.cat([first[:3], second]), first[3:]])
+
+
+def test_another_name_for_the_number_of_parts_is_told_the_right_one() -> None:
+    options: Any = {"virtual_batch_size": 128}
+    with pytest.raises(
+        TypeError, match=r"`virtual_batch_size`\. For a virtual .* num_splits=batch_size"
+    ):
+        tb.convert_sub_batchnorm(nn.BatchNorm1d(3), 2, **options)
+    with pytest.raises(TypeError, match="num_splits"):
+        tb.convert_sub_batchnorm(nn.BatchNorm1d(3), **options)

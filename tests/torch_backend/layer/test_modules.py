@@ -99,6 +99,7 @@ def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:
             ValueError,
             r"`weight` must have shape \(3,\).*: got \(3, 1\)",
         ),
+        ({"weight": torch.tensor(1.0)}, ValueError, "must have 1 channels.*of `weight` and `bias`"),
         ({"eps": 0.0}, ValueError, "`eps` must be"),
         ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
         ({"x": "a batch"}, TypeError, "the input must be a torch.Tensor: got str"),
