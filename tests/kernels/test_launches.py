@@ -62,16 +62,16 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     monkeypatch.setattr(launch, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device_of", second)
     monkeypatch.setattr(kernel, "run", looked_at)
-    mean, weight = torch.rand(700, dtype=torch.float64), torch.rand(700)
+    statistics, weight = torch.rand(1402, dtype=torch.float64), torch.rand(700)
 
     class OnSecond(torch.Tensor):
         def get_device(self) -> int:
             return 1
 
-    def launched(bias: Any, looked: int, mean: Any = mean) -> tuple[Any, ...]:
+    def launched(bias: Any, looked: int, statistics: Any = statistics) -> tuple[Any, ...]:
         launches.clear()
         looks.clear()
-        cuda.coefficients_of(mean, mean, weight, bias, 1e-5, torch.float32)
+        cuda.coefficients_of(statistics, weight, bias, 1e-5, torch.float32)
         assert len(looks) == looked
         *grid, stream, function, packed, _, _, _ = launches[0][:9]
         assert (grid, stream, function) == ([3, 1, 1], 77, "a function")
@@ -86,7 +86,7 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     launched(weight, 1)  # a profiler's hook
     monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [])
     for looked in (1, 0):  # another GPU than the current one
-        launched(None, looked, mean.as_subclass(OnSecond))
+        launched(None, looked, statistics.as_subclass(OnSecond))
     assert on == ["GPU 1"] * 2
 
 

@@ -242,10 +242,11 @@ class _Transport(Transport):
 
     def _device(self) -> torch.device:
         """Return the device for sums in the group. A `LayerPhase` has set the current GPU."""
-        if "cpu" in self._backends:
-            return torch.device("cpu")
-        bound: Any = getattr(self._group(), "bound_device_id", None)
-        return bound or torch.device(next(iter(self._backends)))
+        kind = "cpu" if "cpu" in self._backends else next(iter(self._backends))
+        if kind == "cuda":
+            bound: Any = getattr(self._group(), "bound_device_id", None)
+            return bound or torch.device("cuda", torch.cuda.current_device())
+        return torch.device(kind)
 
     def close(self, *, failed: bool, at_exit: bool = False) -> None:
         if self.board is not None and not failed:  # the network may be broken after a failure

@@ -52,7 +52,8 @@ X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.lengths = SyncBatchNorm(3, fuse_relu=True), torch.tensor([4, 2])
+        self.norm = SyncBatchNorm(3, fuse_relu=True)
+        self.register_buffer("lengths", torch.tensor([4, 2]))
 
     def forward(self, x: Any) -> Any:
         return self.norm(x, residual=2 * x, lengths=self.lengths)
