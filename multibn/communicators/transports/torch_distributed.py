@@ -271,11 +271,16 @@ class _Transport(Transport):
 
 def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return the group of these global ranks. Collective over these ranks in the first call."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if max(ranks) >= size or rank not in ranks:
+    where, size = "no process group is initialised", 0
+    remedy = "Call torch.distributed.init_process_group() first."
+    if dist.is_initialized():
+        size = dist.get_world_size()
+        where = f"this is rank {dist.get_rank()} of {size}"
+        remedy = "Give the layer another communicator, None for the default one."
+    if max(ranks) >= size or dist.get_rank() not in ranks:
         raise RuntimeError(
-            f"the communicator was made for ranks {list(ranks)} of torch.distributed, and this is "
-            f"rank {rank} of {size}. Give the layer another communicator, None for the default one."
+            f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
+            f"{where}. {remedy}"
         )
     key = tuple(sorted(ranks))
     made = world().made
