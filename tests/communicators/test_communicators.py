@@ -94,13 +94,17 @@ def test_a_world_of_one_under_a_launcher_of_several_warns(library: str, variable
     assert re.fullmatch(told if variable else r"\n", said), said
 
 
-def test_without_a_process_group_the_words_are_torchs() -> None:
+def test_a_restored_group_says_what_is_missing() -> None:
     require.need("torch")
     from multibn.communicators.transports.torch_distributed import TorchDistributed, restore
 
-    for communicator in (restore((0,)), restore((0, 1)), TorchDistributed()):
-        with pytest.raises(ValueError, match=r"Default process group has not been initialized"):
-            communicator.allreduce(np.ones(1))
+    for ranks, said in (((0,), "0"), ((0, 1), "0, 1")):
+        refused = rf"made for ranks \[{said}\] of torch\.distributed, and no process group is "
+        remedy = r"initialised\. Call torch\.distributed\.init_process_group\(\) first\.$"
+        with pytest.raises(RuntimeError, match=refused + remedy):
+            restore(ranks).allreduce(np.ones(1))
+    with pytest.raises(ValueError, match=r"Default process group has not been initialized"):
+        TorchDistributed().allreduce(np.ones(1))
     expected = r"must be a torch ProcessGroup, a DeviceMesh or None: got 'gloo' of type str\.$"
     with pytest.raises(TypeError, match=expected):
         TorchDistributed("gloo")
