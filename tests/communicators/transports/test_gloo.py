@@ -158,7 +158,7 @@ print(any("gloo" in name for name in names))
     ],
 )
 def test_the_page_says_what_ends_the_threads_of_gloo(first: str, last: str, alive: bool) -> None:
-    """There is no multibn in this program."""
+    """The program does not use multibn."""
     script = _DESTROYED.format(first=first, last=last)
     python = launch.python() if first else sys.executable  # a fork has imported all of torch
     said = launch.printed("-c", script, interpreter=python, alone=True)
