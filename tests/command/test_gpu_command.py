@@ -212,4 +212,4 @@ def test_the_page_has_the_times_that_are_committed() -> None:
     for shape, (nchw, last, nchw16, last16) in layers.items():
         ratios = (f"{ratio:.2f}" for ratio in (nchw, nchw16, last, last16))
         assert f"| {shape} | {' | '.join(ratios)} |" in page
-    assert f"takes {min(added):.0f} to {max(added):.0f} us more" in page
+    assert f"took {min(added):.0f} to {max(added):.0f} us more" in page

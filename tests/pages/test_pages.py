@@ -90,7 +90,7 @@ def test_a_script_ends_although_a_thread_does_not(tmp_path: Path) -> None:
     """The way out of docs/guides/when-it-fails.md, where the interpreter waits for a thread."""
     require.need("torch", "torchrun")
     text = (launch.ROOT / "docs/guides/when-it-fails.md").read_text()
-    (way_out,) = re.findall(r"end the script with `(.*?)`", text)
+    (way_out,) = re.findall(r"end the script with\s`(.*?)`", text)
     program = programs("README.md")["train.py"]
     waits = "import threading; threading.Thread(target=threading.Event().wait).start()"
     script = tmp_path / "train.py"
