@@ -199,7 +199,8 @@ class MultiNodeBatchNormalization(chainer.Link):
             link_ref = weakref.ref(self)
             _layer_communicators[self] = LayerCommunicator(
                 self._communicator,
-                lambda: _name(link_ref()),
+                lambda: _path(link_ref()),
+                type(self).__qualname__,
                 options=lambda: vars(LinkOptions.of(link_ref())),
                 compared=self._compared,
             )
@@ -339,10 +340,10 @@ _layer_communicators: WeakKeyDictionary[chainer.Link, LayerCommunicator] = WeakK
 step_accumulators: WeakKeyDictionary[chainer.Link, StepAccumulator | None] = WeakKeyDictionary()
 
 
-def _name(link: chainer.Link | None) -> str:
-    """Return the link's path in the model whose forward pass is running, or its class name."""
+def _path(link: chainer.Link | None) -> str:
+    """Return the link's path in the model whose forward pass is running, or ""."""
     path = find_module_path(link, chainer.Link, lambda model: model.namedlinks(skipself=True))
-    return path.strip("/").replace("/", ".") or type(link).__qualname__
+    return path.strip("/").replace("/", ".")
 
 
 def _communicator_of(comm: CommunicatorLike, communication_backend: str) -> Communicator:

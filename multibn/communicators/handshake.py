@@ -3,6 +3,7 @@
 The handshake compares the layers' names, channels and options, and the versions of multibn.
 """
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,21 +30,31 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     """
     channel = group.channel
     compared: Compared = channel.compared if layer.is_function else layer.compared
+    for (token, width, name), number in reversed(compared.items()):
+        is_here = token == channel.watchdog.token and width == channels
+        if is_here and are_compatible([name, layer.path]):
+            return name or layer.class_name, number
+    options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
+    facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
+    text = f"the first message of {call}"
+    is_same, _ = all_ranks_agree(group, "first message", facts, text=text)
+    path = layer.path if is_same else raise_unless_compatible(layer, group, options)
+    channel.num_first_messages += 1
+    channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
+    channel.longest = max(channel.longest, wire.length(channels))
+    compared[channel.watchdog.token, channels, path] = channel.num_first_messages
+    return path or layer.class_name, channel.num_first_messages
 
-    def key() -> tuple[str, str, int]:
-        return channel.watchdog.token, layer.name, channels
 
-    if key() not in compared:
-        options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
-        facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
-        text = f"the first message of {call}"
-        is_same, _ = all_ranks_agree(group, "first message", facts, text=text)
-        name = layer.name if is_same else raise_unless_compatible(layer.name, group, options)
-        channel.num_first_messages += 1
-        channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
-        channel.longest = max(channel.longest, wire.length(channels))
-        compared[key()] = str(name), channel.num_first_messages
-    return compared[key()]
+def are_compatible(paths: Iterable[str]) -> bool:
+    """Return whether the paths may be those of one layer, on several ranks or of its copies.
+
+    The model may be inside another module on one rank. A layer that is called outside of its model
+    has the path "", which is compatible with all others.
+    """
+    found = [path for path in paths if path]
+    shortest = min(found, key=len, default="")
+    return all(f".{path}".endswith(f".{shortest}") for path in found)
 
 
 def all_ranks_agree(
@@ -61,20 +72,19 @@ def all_ranks_agree(
     return total is not None, 0.0 if total is None else float(total[0])
 
 
-def raise_unless_compatible(name: str, group: Any, options: dict[str, str]) -> str:
-    """Raise if the ranks' layers are incompatible; otherwise return the name to use. Collective."""
-    facts = _version.__version__, name, options
-    versions, names, all_options = zip(*gather(facts, group), strict=True)
+def raise_unless_compatible(layer: Any, group: Any, options: dict[str, str]) -> str:
+    """Raise if the ranks' layers are incompatible; otherwise return the path to use. Collective."""
+    facts = _version.__version__, layer.path, layer.name, options
+    versions, paths, names, all_options = zip(*gather(facts, group), strict=True)
     if len(set(versions)) > 1:
         log_and_raise(
             RuntimeError,
             "the ranks must run the same version of multibn: "
             f"{group_ranks_by(versions, 'with')}. Install one version everywhere.",
         )
-    shortest = min(names, key=len)
-    # One rank may have the model inside another module.
-    if not all(name == shortest or name.endswith("." + shortest) for name in names):
+    if not are_compatible(paths if any(paths) else names):
         raise_for_places(map(display_name, names))
+    path = str(min(filter(None, paths), key=len, default=""))
     # A rank whose arguments are invalid reports no options.
     differing = [
         name
@@ -85,10 +95,10 @@ def raise_unless_compatible(name: str, group: Any, options: dict[str, str]) -> s
         answers = (", ".join(each.get(v, f"no {v}") for v in differing) for each in all_options)
         log_and_raise(
             ValueError,
-            f"the ranks have built {display_name(shortest)} differently: "
+            f"the ranks have built {display_name(path or layer.name)} differently: "
             f"{group_ranks_by(answers, 'with')}. Build the same model on all ranks.",
         )
-    return str(shortest)
+    return path
 
 
 def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
@@ -102,7 +112,7 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
     answers = gather([phase.place, *calls], group)
     places, texts, gradients, *others = zip(*answers, strict=True)
     if len({*places}) == 1:
-        raise_unless_compatible(layer.name, group, phase.texts)
+        raise_unless_compatible(layer, group, phase.texts)
         if len({*gradients}) == 1:
             native = getattr(group, "native", group)
             raise_for_sum(native, f"a different sum in {phase}, where all ranks are")

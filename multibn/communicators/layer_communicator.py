@@ -42,15 +42,18 @@ MOST_PLANS = 64  # plans that a layer caches; then its cache is cleared
 class LayerCommunicator(Forwarding):
     """A communicator as one layer uses it.
 
-    `find_name` returns the name of the layer, and `options` what else must be equal on all ranks.
-    Both are called when the layer first communicates. `detail` returns a further description for a
-    number of channels, which the ranks also compare. `check_options` raises if an option is
-    invalid; it is called before a plan is made. Copies of a layer share `compared`, so that one
-    rank may use a copy and the others the original. A function has a new communicator in each call.
+    `find_path` returns the layer's path in its model, or "" if no model runs; the layer's name is
+    then `class_name`. `options` returns what else must be equal on all ranks. Both are called when
+    the layer first communicates. `detail` returns a further description for a number of channels,
+    which the ranks also compare. `check_options` raises if an option is invalid; it is called
+    before a plan is made. A copy of a layer starts with what was `compared` before, so that one
+    rank may go on with a copy and the others with the original. A function has a new communicator
+    in each call.
     """
 
     communicator: Communicator
-    find_name: Callable[[], str]
+    find_path: Callable[[], str]
+    class_name: str = "a layer"
     _: KW_ONLY
     options: Callable[[], Mapping[str, object]] = dict
     detail: Callable[[int], str] = lambda channels: ""
@@ -69,9 +72,14 @@ class LayerCommunicator(Forwarding):
         return self
 
     @cached_property
+    def path(self) -> str:
+        """The layer's path in the model that ran when the layer first communicated, or ""."""
+        return self.find_path()
+
+    @property
     def name(self) -> str:
-        """The name of the layer."""
-        return self.find_name()
+        """The name of the layer in messages."""
+        return self.path or self.class_name
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -90,7 +98,7 @@ class LayerCommunicator(Forwarding):
     def for_group(self, communicator: Communicator) -> "LayerCommunicator":
         """Return the communicator of the same layer over different processes."""
         if communicator not in self._by_group:
-            layer = replace(self, communicator=communicator, find_name=lambda: self.name)
+            layer = replace(self, communicator=communicator, find_path=lambda: self.path)
             self._by_group[communicator] = layer
         return self._by_group[communicator]
 

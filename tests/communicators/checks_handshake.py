@@ -68,6 +68,47 @@ def check_a_copy_goes_on_in_its_originals_place(world: Communicator) -> None:
             _expect_right(models)
 
 
+def check_a_copy_has_its_originals_place_in_any_model(world: Communicator) -> None:
+    """On one rank alone the layer is copied, and called without a model or in another one."""
+    for make in _COPIES.values():
+        for start in range(3):
+            layer: Any = torch_backend.SyncBatchNorm(2, momentum=1.0, process_group=world)
+            ways: Any = [lambda layer: layer, nn.Sequential, lambda layer: _nested(nn, layer)]
+            x = torch.arange(8.0).reshape(4, 2) + world.rank
+            _call_in_unlike_models(world, layer, make, ways[start:] + ways[:start], x)
+            if require.available("chainer"):
+                _call_links_in_unlike_models(world, make, start)
+
+
+def _nested(library: Any, layer: Any) -> Any:
+    return library.Sequential(library.Sequential(layer))
+
+
+def _call_links_in_unlike_models(world: Communicator, make: Any, start: int) -> None:
+    import chainer
+
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+
+    link = MultiNodeBatchNormalization(2, world, decay=0.0)
+    ways: Any = [lambda link: link, chainer.Sequential, lambda link: _nested(chainer, link)]
+    x = np.arange(8, dtype="f").reshape(4, 2) + world.rank
+    _call_in_unlike_models(world, link, make, ways[start:] + ways[:start], x)
+
+
+def _call_in_unlike_models(
+    world: Communicator, layer: Any, make: Any, ways: Sequence[Any], x: Any
+) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"shape|rejected on rank\(s\) \[1\]"):
+        layer(x[..., :1] if world.rank == 1 else x)  # a rejected input, before the layers meet
+    for n in range(6):
+        if world.rank == 1:
+            layer = make(layer)
+        ways[(n + (world.rank == 1)) % 3](layer)(x + n)
+        mean = layer.running_mean if hasattr(layer, "running_mean") else layer.avg_mean
+        np.testing.assert_allclose(mean, np.array([3.0, 4.0]) + n + (world.size - 1) / 2)
+    assert layer.layer_communicator.name in ("0", "0.0", type(layer).__qualname__)
+
+
 def check_other_models_of_one_rank_disturb_nobody(world: Communicator) -> None:
     """Some are built, and some trained, before the model of all ranks; some are deleted."""
     alone = world.split(world.rank)

@@ -142,7 +142,7 @@ class SyncNormBase(nn.Module):
 
     weighting: Weighting = "element"
     running_var_convention: RunningVar = "unbiased_global"
-    compared: Compared  # handshakes, which copies of the layer share
+    compared: Compared  # handshakes, which are also valid for copies of the layer
     # The communicator of this layer alone, whose errors name the layer.
     layer_communicator: LayerCommunicator
     # The accumulator of the current `step_statistics` context, if any.
@@ -182,7 +182,8 @@ class SyncNormBase(nn.Module):
 
         self.layer_communicator = LayerCommunicator(
             communicator_of(obj),
-            if_alive(_name, "a layer"),
+            if_alive(_path, ""),
+            type(self).__qualname__,
             options=if_alive(lambda layer: vars(layer.norm_options), {}),
             detail=if_alive(lambda layer, channels: layer.detail(channels), ""),
             compared=self.compared,
@@ -256,13 +257,12 @@ class SyncNormBase(nn.Module):
         self.process_group = LOCAL if group is None else group
 
 
-def _name(layer: nn.Module) -> str:
-    """Return the layer's path in the model whose forward pass is running, or its class name."""
+def _path(layer: nn.Module) -> str:
+    """Return the layer's path in the model whose forward pass is running, or ""."""
     find_parts = partial(nn.Module.named_modules, remove_duplicate=False)
     path = find_module_path(layer, nn.Module, find_parts)
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
-    names = [name for name in path.split(".") if name not in ("module", "_orig_mod")]
-    return ".".join(names) or type(layer).__qualname__
+    return ".".join(name for name in path.split(".") if name not in ("module", "_orig_mod"))
 
 
 def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> bool:
