@@ -186,7 +186,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in LinkOptions.attribute_names() and self in _layer_communicators:
-            _layer_communicators[self].look_at_options()
+            _layer_communicators[self].refresh_options()
 
     def check_options(self) -> None:
         """Raise TypeError or ValueError if an option, perhaps assigned later, is invalid."""

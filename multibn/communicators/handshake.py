@@ -25,20 +25,20 @@ from multibn.communicators.diagnostics import (
 def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str, int]:
     """Return the layer's name and number, which are the same on all ranks of the group.
 
-    Layers are numbered in the order of their first messages. Collective if the layer has not been
-    compared with this number of channels before.
+    Layers are numbered in the order of their first messages. Collective if the ranks have not yet
+    compared the layer for this number of channels.
     """
     channel = group.channel
     compared: Compared = channel.compared if layer.is_function else layer.compared
-    for (token, width, name), number in reversed(compared.items()):
-        is_here = token == channel.watchdog.token and width == channels
-        if is_here and are_compatible([name, layer.path]):
-            return name or layer.class_name, number
+    for (token, width, path), number in reversed(compared.items()):
+        is_same = (token, width) == (channel.watchdog.token, channels)
+        if is_same and are_compatible([path, layer.path]):
+            return path or layer.class_name, number
     options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
     facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
     text = f"the first message of {call}"
-    is_same, _ = all_ranks_agree(group, "first message", facts, text=text)
-    path = layer.path if is_same else raise_unless_compatible(layer, group, options)
+    are_equal, _ = all_ranks_agree(group, "first message", facts, text=text)
+    path = layer.path if are_equal else raise_unless_compatible(layer, group, options)
     channel.num_first_messages += 1
     channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
     channel.longest = max(channel.longest, wire.length(channels))
@@ -47,10 +47,10 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
 
 
 def are_compatible(paths: Iterable[str]) -> bool:
-    """Return whether the paths may be those of one layer, on several ranks or of its copies.
+    """Return whether all paths can be paths of the same layer: each ends with the shortest one.
 
-    The model may be inside another module on one rank. A layer that is called outside of its model
-    has the path "", which is compatible with all others.
+    On some ranks, the model may be part of a larger module. A layer that is called outside its
+    model has the path "", which is compatible with every path.
     """
     found = [path for path in paths if path]
     shortest = min(found, key=len, default="")
@@ -62,8 +62,8 @@ def all_ranks_agree(
 ) -> tuple[bool, float]:
     """Return whether all ranks pass the same `facts`, and the sum of their `mark`s.
 
-    Raises on all ranks if some send a message of a different `kind`, a layer's for example. `text`
-    is the place that error messages name. Collective: one allreduce.
+    Raises on all ranks if some send a message of a different `kind`, a layer's for example. Error
+    messages use `text` for this rank's place. Collective: one allreduce.
     """
     group = resolved(communicator)
     if group.size == 1:
@@ -102,7 +102,7 @@ def raise_unless_compatible(layer: Any, group: Any, options: dict[str, str]) -> 
 
 
 def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
-    """Compare the ranks' places after a message whose heads differ, and raise on all. Collective.
+    """Raise on all ranks after a message whose heads differ: name each rank's place. Collective.
 
     `head` is the sum of the heads, which also shows whether a rank rejected its input.
     """
@@ -124,6 +124,7 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
             "them. A rank that validates must be in evaluation: model.eval(), or in Chainer "
             "chainer.using_config('train', False).",
         )
+    # Name the places without details, unless only a detail differs.
     texts = next(each for each in (texts, *others) if len({*each}) > 1)
     are_backward = all("(backward, " in text for text in texts)
     advice = UNUSED_LAYER_ADVICE if are_backward else SAME_LAYERS_ADVICE

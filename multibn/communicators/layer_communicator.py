@@ -1,10 +1,10 @@
 """The messages of one layer, which check that all ranks are in the same layer.
 
-Otherwise the sum of different layers' messages would be silently wrong if their lengths match; if
-not, the transport would end the process. So a layer's first message compares the layers (see
-`handshake`). The head of each later message has a fingerprint of the rank's place (see
-`multibn.wire`). All ranks see the same sum of heads, and compare their places in the same call if
-that sum is unexpected.
+Without this check, a sum of messages from different layers would be silently wrong, or the
+transport would abort the process if the lengths differ. So a layer's first message compares the
+layers (see `handshake`). The head of each later message has a fingerprint of the rank's place (see
+`multibn.wire`). All ranks receive the same sum of heads; if it is unexpected, they compare their
+places in the same call.
 """
 
 import sys
@@ -35,7 +35,7 @@ from multibn.wire import Message
 
 # Phase, dtype of the activations, needs_gradient, finetune, length of the payload.
 _PhaseKey: TypeAlias = tuple[str, Any, bool, bool, int]
-MOST_PLANS = 64  # plans that a layer caches; then its cache is cleared
+MAX_PLANS = 64  # per layer; a full cache is cleared
 
 
 @dataclass(eq=False, repr=False)
@@ -43,12 +43,12 @@ class LayerCommunicator(Forwarding):
     """A communicator as one layer uses it.
 
     `find_path` returns the layer's path in its model, or "" if no model runs; the layer's name is
-    then `class_name`. `options` returns what else must be equal on all ranks. Both are called when
-    the layer first communicates. `detail` returns a further description for a number of channels,
-    which the ranks also compare. `check_options` raises if an option is invalid; it is called
-    before a plan is made. A copy of a layer starts with what was `compared` before, so that one
-    rank may go on with a copy and the others with the original. A function has a new communicator
-    in each call.
+    then `class_name`. `options` returns the options, which must be equal on all ranks. Both are
+    called when the layer first communicates. `detail` adds to the description of a number of
+    channels, ", num_groups=2" for example; the ranks compare it, too. `check_options` raises if an
+    option is invalid; it is called before a plan is made. `compared` records earlier handshakes: a
+    copy of a layer keeps them, so that one rank can go on with a copy and the others with the
+    original. `is_function` is True for a functional call, which has a communicator of its own.
     """
 
     communicator: Communicator
@@ -83,11 +83,11 @@ class LayerCommunicator(Forwarding):
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """Each option as "name=value" text, cached until `look_at_options`."""
+        """Each option as "name=value", cached until `refresh_options`."""
         return {name: f"{name}={value}" for name, value in self.options().items()}
 
-    def look_at_options(self) -> None:
-        """Read the options again, and drop all plans if one has changed. Later messages compare."""
+    def refresh_options(self) -> None:
+        """Read the options again. If one has changed, drop all plans; the next message compares."""
         before = vars(self).pop("texts", None)
         if before is not None and self.texts != before:
             self.plans = {}
@@ -96,7 +96,7 @@ class LayerCommunicator(Forwarding):
         return self.communicator
 
     def for_group(self, communicator: Communicator) -> "LayerCommunicator":
-        """Return the communicator of the same layer over different processes."""
+        """Return this layer's communicator for another group of processes."""
         if communicator not in self._by_group:
             layer = replace(self, communicator=communicator, find_path=lambda: self.path)
             self._by_group[communicator] = layer
@@ -104,7 +104,7 @@ class LayerCommunicator(Forwarding):
 
     def cache_plan(self, key: object, plan: Any) -> None:
         """Keep a plan for later steps. Clear the cache first if it is full."""
-        if len(self.plans) >= MOST_PLANS:
+        if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
         self.plans[key] = plan
         if not self.is_function:
@@ -121,7 +121,7 @@ class LayerCommunicator(Forwarding):
         finetune: bool = False,
         like: Any = None,
     ) -> "LayerPhase":
-        """Return the communicator for messages of `n` numbers for activations of `dtype`.
+        """Return the communicator for payloads of `n` numbers, from activations of `dtype`.
 
         `needs_gradient` says whether a backward message may follow; `finetune` is Chainer's. New
         options do not restart the count of calls. A group without a CPU backend compares layers on
@@ -130,7 +130,7 @@ class LayerCommunicator(Forwarding):
         key = phase, dtype, needs_gradient, finetune, n
         group = resolved(self)
         cached = self.phases.get(key)
-        if cached is None or not cached.is_over(group) or cached.texts != self.texts:
+        if cached is None or not cached.is_for(group) or cached.texts != self.texts:
             cached = self.phases[key] = LayerPhase(self, group, key, like)
         return cached
 
@@ -183,12 +183,13 @@ class LayerPhase(Forwarding):
         self.kind = self.dtype + ", finetune=True" * bool(finetune)  # equal in matching messages
         self.gradients = "with gradients" if needs_gradient else "without gradients"
         self._num_numbers, self._payload_slice = n, slice(wire.HEAD, wire.HEAD + n)
-        before = layer.phases.get(key)
-        self._calls: list[int] = before._calls if before and before.is_over(group) else [0]
-        self._before = before  # whose latest messages on a GPU may still be unchecked
-        if before is not None:
-            before._before = None
-        self._latest = proxy(self)  # str() names the latest call; a proxy keeps no layer alive
+        previous = layer.phases.get(key)
+        # The number of calls, in a list that a later phase of the same group shares.
+        self._calls: list[int] = previous._calls if previous and previous.is_for(group) else [0]
+        self._previous = previous  # keep it alive: its last GPU messages may still be unchecked
+        if previous is not None:
+            previous._previous = None
+        self._proxy = proxy(self)  # keeps no layer alive; its str() names the latest call
         self._group = group
         self._channel: Any = getattr(group, "channel", None)
         # In place if possible: nothing else uses the memory of a GPU message.
@@ -205,8 +206,8 @@ class LayerPhase(Forwarding):
         self._watchdog = group.channel.watchdog
         self._head, self._payload, self._begin = group.channel.buffer(n)
 
-    def is_over(self, group: Any) -> bool:
-        """Whether the messages still go to the ranks of `group`."""
+    def is_for(self, group: Any) -> bool:
+        """Whether the messages go to the ranks of `group`, whose channel is still the same."""
         return group is self._group and self._channel is getattr(group, "channel", None)
 
     def _look_up(self) -> Any:
@@ -238,7 +239,7 @@ class LayerPhase(Forwarding):
         if x is not self._payload:
             return self._allreduce_other(x, copied)
         self._head[:] = self._sent_head
-        self._watchdog.wait(self._begin, self._latest)
+        self._watchdog.wait(self._begin, self._proxy)
         if self._head != self._expected_head:
             raise_for_mismatch(self, self._group, self._head.tolist())
         return x
@@ -247,7 +248,7 @@ class LayerPhase(Forwarding):
         """Sum a payload that is not in the channel's memory."""
         if self._size == 1:
             is_ours = self._channel is not None or type(self._group) is SingleProcess
-            return x if is_ours else self._group.allreduce(x)  # a user's class may do anything
+            return x if is_ours else self._group.allreduce(x)  # always call a user's own method
         if self._group.reduces_on_device(x):
             empty = np.zeros(self._length())
             empty[: wire.HEAD] = self._sent_head
@@ -258,7 +259,7 @@ class LayerPhase(Forwarding):
         payload = self.buffer()
         payload[:] = to_host(x)
         self.allreduce(payload)
-        if not is_on_host(x) and self.name == "forward":  # the caller checks no numbers on a GPU
+        if not is_on_host(x) and self.name == "forward":  # on a GPU, the caller does not
             nonfinite.raise_if_nonfinite(self, self.dtype, payload)
         return from_host(payload.copy(), x)
 
@@ -309,14 +310,14 @@ class LayerPhase(Forwarding):
         self._channel.deferred_checks.check_if_due(IN_GRAPH_MEMORY if copied else None)
         summed = reduce(numbers)
         kind = IN_GRAPH_MEMORY if copied else (summed.shape, summed.device, stream_of(summed))
-        check = partial(type(self).check, self._latest, self._calls[0])  # keeps no layer alive
+        check = partial(type(self).check, self._proxy, self._calls[0])
         self._channel.deferred_checks.add(summed, kind, self._expected, check)
         return summed[self._payload_slice]
 
     def check(self, number: int, summed: HostArray) -> None:
         """Raise on all ranks if the messages of an earlier call, summed on a GPU, do not match.
 
-        `number` is the call's. The layer may have been called again since.
+        `number` is the number of that call; the layer may have been called again since.
         """
         call, head = self._call(number), summed[: wire.HEAD].tolist()
         if wire.is_refused(head):
@@ -329,5 +330,5 @@ class LayerPhase(Forwarding):
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {call}, on "
                 f"rank {self.rank}: another rank ran a different layer, dtype or options, or only "
-                f"one of them computed gradients. {SAME_LAYERS_ADVICE}",
+                f"some ranks computed gradients. {SAME_LAYERS_ADVICE}",
             )

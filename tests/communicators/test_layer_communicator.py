@@ -228,7 +228,7 @@ def test_calls_are_counted_on_where_options_change() -> None:
     kept = []
     for eps in (1e-5, 1e-3):
         options["eps"] = eps
-        layer.look_at_options()
+        layer.refresh_options()
         layer.plans["an input"] = eps
         kept.append(layer.for_phase("forward", np.dtype("f4"), LENGTH))
         assert layer.plans == {"an input": eps}

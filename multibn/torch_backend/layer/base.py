@@ -244,7 +244,7 @@ class SyncNormBase(nn.Module):
         if torch.compiler.is_compiling():  # compiled code sets no options
             return
         if name in options.attribute_names() and "layer_communicator" in vars(self):
-            self.layer_communicator.look_at_options()
+            self.layer_communicator.refresh_options()
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = getattr(super(), "__getstate__", dict)()  # new in Python 3.11: object's

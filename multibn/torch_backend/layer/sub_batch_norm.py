@@ -108,7 +108,7 @@ class _SubBatchNorm(SyncNormBase):
         shares = self.training and part.training
         communicator: Any = self.layer_communicator if shares else self.local_communicator(input)
         if shares and not torch.compiler.is_compiling():
-            self.layer_communicator.look_at_options()  # those of a part may have changed
+            self.layer_communicator.refresh_options()  # a part's may have changed
         try:
             validation.check_input(input, self.num_features)
             self._part._check_input_dim(self.bn, input)

@@ -187,7 +187,7 @@ def test_what_became_wrong_after_a_step_is_refused(wrong: dict[str, Any], messag
 
 
 def test_ever_new_inputs_keep_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multibn.communicators.layer_communicator.MOST_PLANS", 3)
+    monkeypatch.setattr("multibn.communicators.layer_communicator.MAX_PLANS", 3)
     layer = _layer()
     for n in range(2, 12):
         layer(_input(n, 3, 5))
