@@ -69,7 +69,7 @@ def check_a_copy_goes_on_in_its_originals_place(world: Communicator) -> None:
 
 
 def check_a_copy_has_its_originals_place_in_any_model(world: Communicator) -> None:
-    """On one rank alone the layer is copied, and called without a model or in another one."""
+    """The layer is copied on one rank alone, and called without a model or in another one."""
     for make in _COPIES.values():
         for start in range(3):
             layer: Any = torch_backend.SyncBatchNorm(2, momentum=1.0, process_group=world)
