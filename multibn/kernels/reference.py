@@ -192,8 +192,9 @@ def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
     xp = array_namespace(x)
     centre, x_scale, dy_scale, shift = (per_channel(v, x, g.input.axis) for v in coefficients)
     dx = (xp.astype(x, centre.dtype, copy=False) - centre) * x_scale
-    dx += xp.astype(g.dy, centre.dtype, copy=False) * dy_scale
-    dx += shift
+    of_dy = xp.astype(g.dy, centre.dtype, copy=False) * dy_scale
+    of_dy += shift  # first, as in the C core: compiled code then gives equal bits
+    dx += of_dy
     return masked(xp.astype(dx, x.dtype, copy=False), g.input.mask)
 
 
