@@ -10,7 +10,7 @@ from multibn._typing import Array, Nonfinite, Weighting
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import LinkOptions
 from multibn.communicators import CommunicatorLike, as_communicator
-from multibn.communicators.layer_communicator import LayerCommunicator
+from multibn.communicators.layer_communicator import function_communicator
 from multibn.engine.plan import NormArgs
 from multibn.kernels import Running
 
@@ -67,9 +67,9 @@ def multi_node_batch_normalization(
     [-1.  1.] [0.2 0. ]
     """
     options = LinkOptions(eps=eps, weighting=weighting, nonfinite=nonfinite, decay=decay)
-    name, group = "multi_node_batch_normalization", as_communicator(comm)
     compared = vars(options) | {"decay": None if running_mean is None else decay}
-    communicator = LayerCommunicator(group, lambda: name, options=lambda: compared)
+    group = as_communicator(comm)
+    communicator = function_communicator("multi_node_batch_normalization", group, compared)
 
     def check_options() -> None:
         options.check()

@@ -135,6 +135,19 @@ class LayerCommunicator(Forwarding):
         return cached
 
 
+def function_communicator(
+    name: str, communicator: Communicator, options: Mapping[str, object], /
+) -> LayerCommunicator:
+    """Return the communicator of one call of the function `name`; its errors show C."""
+    return LayerCommunicator(
+        communicator,
+        lambda: name,
+        options=lambda: options,
+        detail=lambda channels: f", C={channels}",
+        is_function=True,
+    )
+
+
 def for_phase(communicator: Communicator, phase: str, dtype: Any, n: int, /) -> Communicator:
     """Call `for_phase` of a layer's communicator; return any other communicator unchanged."""
     if isinstance(communicator, LayerCommunicator):

@@ -21,7 +21,7 @@ from multibn.communicators import Communicator, SingleProcess
 from tests.harness.runs import on, only
 from tests.helpers import require
 from tests.helpers.normalized import normalized
-from tests.helpers.ranks import refusal
+from tests.helpers.ranks import CountingCommunicator, refusal
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
 
@@ -149,11 +149,12 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
     gammas = [chainer.Parameter(_normal(2, 6)) for _ in range(2)]
     betas = [chainer.Parameter(_normal(3, 6)) for _ in range(2)]
     averages = [(np.zeros(6), np.ones(6)) for _ in range(2)]
+    counting = CountingCommunicator(world)
     for part in (slice(6), slice(4), slice(0, 6, 2), slice(4)):
         xs = chainer.Variable(whole[:, part].copy()), chainer.Variable(whole[mine, part].copy())
         calls: Any = (
             F.batch_normalization,
-            lambda *arrays, **options: normalize(*arrays, world, **options),
+            lambda *arrays, **options: normalize(*arrays, counting, **options),
         )
         ys = []
         for x, dy, call, gamma, beta, (mean, var) in zip(
@@ -170,6 +171,8 @@ def check_the_function_moves_the_running_arrays_of_any_slice(world: Communicator
         of_all = world.allreduce(gammas[1].grad) / world.size
         np.testing.assert_allclose(of_all, mean_gradient, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(averages[1], averages[0], rtol=1e-12)
+    assert len(counting.messages) == 2 * 4  # one each way
+    assert len(counting.first_messages) == len({6, 4, 3})
     arrays = [np.ones(6), np.zeros(6)]
     for wrong, found in (
         (

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from multibn._typing import Nonfinite, Weighting, check_number
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
-from multibn.communicators.layer_communicator import LayerCommunicator
+from multibn.communicators.layer_communicator import LayerCommunicator, function_communicator
 from multibn.engine.plan import NormArgs, Plan
 from multibn.engine.running import StepAccumulator
 from multibn.engine.statistics import BatchStatistics
@@ -115,7 +115,8 @@ def sync_batch_norm(
     options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
     compared = vars(options) | {"momentum": None if running_mean is None else momentum}
     running = None
-    communicator = function_communicator("sync_batch_norm", process_group, compared)
+    group = as_communicator(process_group)
+    communicator = function_communicator("sync_batch_norm", group, compared)
     try:
         options.check()
         check_number("momentum", momentum, "[0, 1]")
@@ -139,19 +140,6 @@ def sync_batch_norm(
     args = NormArgs(x, weight, bias, eps, axis, mask=mask, running=running)
     y, batch = normalize_with_batch_stats(args, num_channels, communicator, weighting=weighting)
     return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads `batch`
-
-
-def function_communicator(
-    name: str, process_group: CommunicatorLike, options: dict[str, object]
-) -> LayerCommunicator:
-    """Return the communicator of one call of the function `name`; its errors show C."""
-    return LayerCommunicator(
-        as_communicator(process_group),
-        lambda: name,
-        options=lambda: options,
-        detail=lambda channels: f", C={channels}",
-        is_function=True,
-    )
 
 
 def normalize_with_batch_stats(

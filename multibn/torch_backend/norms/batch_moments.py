@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from multibn.communicators import CommunicatorLike
+from multibn.communicators import CommunicatorLike, as_communicator
+from multibn.communicators.layer_communicator import function_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import BatchStatistics
-from multibn.torch_backend.layer import autograd, functional, validation
+from multibn.torch_backend.layer import autograd, validation
 
 
 def batch_moments(
@@ -44,7 +45,7 @@ def batch_moments(
     tensor([[1., 2.],
             [2., 4.]], dtype=torch.float64)
     """
-    layer = functional.function_communicator("batch_moments", process_group, {})
+    layer = function_communicator("batch_moments", as_communicator(process_group), {})
 
     def moments() -> BatchStatistics:
         where = validation.mask_of(x, mask, lengths, None, layer)
