@@ -11,13 +11,13 @@ from multibn import wire
 from multibn._arrays import array_namespace, on_device_of, to_host
 from multibn._typing import Array, HostArray
 
-# The kind of a message of compiled code. Its memory may be a CUDA graph's, and torch forbids
+# The kind of messages from compiled code. Their memory may belong to a CUDA graph: torch forbids
 # keeping a tensor in that memory, or a view of one.
 IN_GRAPH_MEMORY: Any = "copied"
 
 
-# A summed message: the array, or a function that waits for its copy; the expected head; and the
-# function that raises if the message shows an error.
+# A summed message: (array, or function that waits for its copy; expected head; function that raises
+# if the message shows an error).
 _Message: TypeAlias = tuple[Any, Sequence[float], Callable[[HostArray], None]]
 
 
@@ -26,10 +26,10 @@ class DeferredChecks:
 
     def __init__(self) -> None:
         self._pending: dict[Any, list[_Message]] = {}  # by kind; not yet copied
-        # Messages whose copies to the host have begun. Each entry has either one copy per message,
-        # and None; or the messages on the GPU, and a function that waits for the copy of a summary:
-        # all heads, and the largest absolute value.
-        self._arriving: list[tuple[list[_Message], Any, Callable[[], HostArray] | None]] = []
+        # Messages that are being copied to the host: (messages, a copy of each, None), or
+        # (messages, all on the GPU, function that waits for the copy of a summary). The summary has
+        # all heads and the largest absolute value.
+        self._in_transit: list[tuple[list[_Message], Any, Callable[[], HostArray] | None]] = []
         self._pinned: dict[Any, list[Any]] = {}
         # How many messages are checked at once: about half of a step's messages, so that their
         # copies have arrived; at least 4, for models of few layers.
@@ -46,44 +46,44 @@ class DeferredChecks:
             numbers = begin_copy(numbers, self._pinned)
         self._pending.setdefault(kind, []).append((numbers, expected, check))
 
-    def check_if_due(self, kind: object = None) -> None:
-        """Check earlier messages if enough are pending, before a message of this kind is sent.
+    def check_if_due(self, next_kind: object = None) -> None:
+        """Check earlier messages if enough are pending, before a message of the next kind is sent.
 
-        The messages of a group have the same order on all ranks, so all ranks raise at once.
+        The messages of a group have the same order on all ranks, so all ranks raise in one call.
         """
         if sum(map(len, self._pending.values())) >= self.batch_size:
-            self._send(kind)
+            self._check_and_copy(next_kind)
 
     def flush(self) -> None:
         """Check all messages now."""
-        self._send()
-        self._receive()
+        self._check_and_copy()
+        self._check_in_transit()
 
-    def _send(self, kind: object = None) -> None:
-        """Check the messages whose copies have begun, then begin to copy the others."""
-        self._receive()
+    def _check_and_copy(self, next_kind: object = None) -> None:
+        """Check the messages that are being copied, then begin to copy the pending ones."""
+        self._check_in_transit()
         pending, self._pending = self._pending, {}
-        for of_kind, messages in pending.items():
+        for kind, messages in pending.items():
             numbers: Any = [each[0] for each in messages]
-            if of_kind is IN_GRAPH_MEMORY:
-                self._arriving.append((messages, numbers, None))
+            if kind is IN_GRAPH_MEMORY:
+                self._in_transit.append((messages, numbers, None))
                 continue
-            with on_device_of(numbers[0]), on_stream(of_kind[2], numbers[0]):
-                if kind is IN_GRAPH_MEMORY:
+            with on_device_of(numbers[0]), on_stream(kind[2], numbers[0]):
+                if next_kind is IN_GRAPH_MEMORY:
                     waits = [begin_copy(each, self._pinned) for each in numbers]
-                    self._arriving.append((messages, waits, None))
+                    self._in_transit.append((messages, waits, None))
                     continue
                 xp = array_namespace(numbers[0])
                 stacked = xp.stack(numbers)
                 largest = xp.reshape(xp.max(xp.abs(stacked)), (1,))
                 summary = xp.concat([xp.reshape(stacked[:, : wire.HEAD], (-1,)), largest])
-                self._arriving.append((messages, stacked, begin_copy(summary, self._pinned)))
+                self._in_transit.append((messages, stacked, begin_copy(summary, self._pinned)))
 
-    def _receive(self) -> None:
-        """Check the messages whose copies have begun: together, then one by one if that fails."""
-        arriving, self._arriving = self._arriving, []
+    def _check_in_transit(self) -> None:
+        """Wait for the copies and check the summaries; if one fails, check each of its messages."""
+        in_transit, self._in_transit = self._in_transit, []
         try:
-            for messages, numbers, wait in arriving:
+            for messages, numbers, wait in in_transit:
                 if wait is not None:
                     *heads, largest = wait().tolist()
                     expected = [v for each in messages for v in each[1]]

@@ -1,4 +1,4 @@
-"""Handlers for exit and fork: no rank waits for an exited one, and no child acts as a rank."""
+"""Exit and fork handlers: no rank waits for an exited process, and no child acts as a rank."""
 
 import atexit
 import os
@@ -11,31 +11,31 @@ from weakref import WeakSet
 
 from multibn.communicators.diagnostics import uncaught
 
-_GLOO_SECONDS = 0.2  # 0.002 is enough on an idle machine
+_GIL_RELEASE_SECONDS = 0.2  # at exit; an idle machine needs 0.002
 
 watched_channels: WeakSet[Any] = WeakSet()  # the `Channel`s whose ranks may wait for this process
-# In a forked child: torch's default process group of the parent, and "mpi" if MPI was initialized.
+# In a forked child: the parent's default process group of torch, and "mpi" if MPI was initialized.
 inherited: set[object] = set()
 
 
 def watch(channel: Any) -> None:
-    """Notify the other ranks of a channel when this process ends."""
-    # Handlers run last in, first out: this one must run while the transport's library still works,
-    # before the library's own handler.
+    """Make this process notify the other ranks of the channel when it ends."""
+    # Handlers run last in, first out. Register this one again, so that it runs before the handlers
+    # of the transport's library, which may have been imported since.
     atexit.unregister(_leave)
     atexit.register(_leave)
     watched_channels.add(channel)
 
 
 def _leave() -> None:
-    every = list(watched_channels)
+    channels = list(watched_channels)
     error = uncaught()
-    failed = error is not None or any(channel.watchdog.failure for channel in every)
-    for channel in every:
+    failed = error is not None or any(channel.watchdog.failure for channel in channels)
+    for channel in channels:
         channel.watchdog.close(error)
-    for channel in every:
+    for channel in channels:
         channel.transport.close(failed=channel.watchdog.failure is not None, at_exit=True)
-    for channel in every:
+    for channel in channels:
         channel.transport.end_process(failed=failed)
 
 
@@ -43,10 +43,10 @@ def _leave() -> None:
 def release_gil_at_exit() -> None:
     """Release the GIL for a moment at exit: gloo's threads may still have tensors to free.
 
-    Before Python 3.14, an interpreter that shuts down unwinds a thread that requests the GIL. For
-    C++ this is an error, and the process aborts although its work is done.
+    Before Python 3.14, a thread that requests the GIL during interpreter shutdown is unwound. In
+    C++ code, this aborts the process, although its work is done.
     """
-    atexit.register(time.sleep, _GLOO_SECONDS)
+    atexit.register(time.sleep, _GIL_RELEASE_SECONDS)
 
 
 def after_fork(function: Callable[[], object]) -> None:

@@ -16,35 +16,36 @@ def poll(
     condition: Callable[[], bool],
     seconds: float,
     *,
-    begun: float = 0.0,
+    start: float = 0.0,
     spin_seconds: float = 0.0,
-    longest: float = 1e-3,
+    max_sleep: float = 1e-3,
 ) -> bool:
     """Return whether `condition` becomes true within `seconds`; poll less and less often.
 
-    Call sched_yield between polls until `spin_seconds` after the time `begun` (default: now). Then
-    sleep for a twentieth of the time waited so far, so that waking late costs little.
+    Call sched_yield between polls until `spin_seconds` after `start`, when the wait began (default:
+    now). Then sleep for a twentieth of the time waited so far, so that a late wake-up costs little.
     """
-    start = time.monotonic()
+    now = time.monotonic()
+    start, end = start or now, now + seconds
     while not condition():
         now = time.monotonic()
-        if now - start >= seconds:
+        if now >= end:
             return False
-        waited = now - (begun or start)
+        waited = now - start
         if waited < spin_seconds:
             _yield_core()
         else:
-            time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
+            time.sleep(min(max(waited / 20, 5e-5), max_sleep, end - now))
     return True
 
 
 def wait_for_key(store: Any, key: str) -> Poll:
     """Return a function that waits for a key of a torch.distributed store."""
-    return partial(poll, lambda: store.check([key]), begun=time.monotonic(), longest=0.1)
+    return partial(poll, lambda: store.check([key]), start=time.monotonic(), max_sleep=0.1)
 
 
 def barrier(store: Any, size: int) -> Poll:
-    """Register this rank in a store; return a function that waits for all. Once per prefix."""
+    """Register this rank, and return a function that waits for all. Call it once per prefix."""
     # All ranks wait for one key, which the last rank sets, instead of one key per rank.
     if store.add("number of ranks", 1) == size:
         store.set("all ranks", "")
@@ -62,7 +63,7 @@ def chain(steps: Iterator[Poll | None]) -> Poll:
 
     pending = begin_next()
 
-    def done(seconds: float) -> bool:
+    def wait(seconds: float) -> bool:
         nonlocal pending
         end = time.monotonic() + seconds
         while pending is not None:
@@ -71,4 +72,4 @@ def chain(steps: Iterator[Poll | None]) -> Poll:
             pending = begin_next()
         return True
 
-    return done
+    return wait

@@ -1,4 +1,4 @@
-"""Communicator over a ChainerMN communicator, with ChainerMN's rules for the backend."""
+"""Communicator over a ChainerMN communicator; CuPy arrays may travel over NCCL."""
 
 from typing import Any, Literal
 
@@ -73,8 +73,8 @@ def select_backend(comm_type: type, communication_backend: str) -> str:
             f"got {comm_type.__qualname__}. Pass 'mpi' or 'auto', or create the communicator as "
             "chainermn.create_communicator('pure_nccl')."
         )
-    by_kind = "nccl" if is_nccl else "mpi"
-    return by_kind if communication_backend == "auto" else communication_backend
+    automatic = "nccl" if is_nccl else "mpi"
+    return automatic if communication_backend == "auto" else communication_backend
 
 
 def sum_by_nccl(comm: Any, x: Array, /) -> Array:

@@ -30,7 +30,7 @@ from multibn.communicators.watchdog import Status
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
-_BLOCK_NUMBERS = wire.length(128)  # in the first part of a message: enough for 128 channels
+_BLOCK_NUMBERS = wire.length(128)  # a message of 128 channels fits in the block
 _SPIN_POLLS = 20  # of about 0.2 us each, before a rank waits with a deadline
 _PERSISTENT_AFTER_USES = 50  # sums of one buffer, after which a persistent request pays off
 
@@ -81,8 +81,8 @@ class MPI(ChannelCommunicator):
                 "the communicator must be an intracommunicator: got an intercommunicator. "
                 "Merge its two groups first: comm.Merge()."
             )
-        # In a world of one process, COMM_SELF has the same group. Its pickle must still mean one
-        # process in a larger world.
+        # In a world of one process, COMM_SELF has the group of COMM_WORLD. Its pickle must mean one
+        # process all the same, if a larger world loads it.
         group, world = comm.group, mpi.COMM_WORLD.group
         if mpi.Group.Compare(group, world) != mpi.IDENT or comm == mpi.COMM_SELF:
             self.world_ranks = tuple(mpi.Group.Translate_ranks(group, range(group.size), world))
@@ -120,7 +120,7 @@ class MPI(ChannelCommunicator):
 
     @property
     def identity(self) -> object:
-        # A process of `Comm.Spawn` has no rank in the world, but MPI.UNDEFINED, which is negative.
+        # The world rank of a process outside COMM_WORLD (`Comm.Spawn`) is MPI.UNDEFINED, below 0.
         return self.channel if min(self.world_ranks or (0,)) < 0 else super().identity
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -167,7 +167,7 @@ class _Transport(Transport):
         self.rank, self.size = comm.rank, comm.size
         self.block = np.zeros(_BLOCK_NUMBERS)
         self._comm = comm
-        self.duplicate: Any = None  # of the communicator, until the user frees the latter
+        self.duplicate: Any = None  # of `_comm`; None before `open` and after `close`
         self.requests: list[Any] = []  # the persistent requests
         self._notices: dict[int, Status] = {}
         self._sent: list[Any] = []  # (request, data) of sends: the data must stay in memory
@@ -184,12 +184,12 @@ class _Transport(Transport):
     def open(self) -> "Iterator[Poll]":
         self.duplicate, request = self._comm.Idup()
         yield partial(poll, request.Test)
-        # One communicator serves both: MPI never matches collectives with point-to-point messages.
+        # Sums and notices share it: MPI never matches collectives with point-to-point messages.
         self.board, self.carrier = self, "mpi"
         self._begin_block = self.prepare(self.block)
 
     def prepare_block(self, n: int) -> Begin:
-        return self._begin_block  # for any `n`: all ranks must begin the same sum equally often
+        return self._begin_block  # all ranks must begin the same sum, whatever their `n`
 
     def prepare(self, a: HostArray) -> Begin:
         return _Sum(self, a).begin

@@ -30,7 +30,7 @@ class TorchDistributed(ChannelCommunicator):
 
     Arrays on a GPU are summed there by the group's GPU backend, NCCL for example; with gloo, they
     go through host memory. Arrays in host memory travel through shared memory if all ranks are on
-    one machine, and otherwise through a private gloo group, apart from the program's own messages.
+    one machine, and otherwise through a private gloo group, separate from the program's messages.
     They travel through the process group itself only if it has no CPU backend. Sums on a GPU have
     the timeout of the process group, not MULTIBN_TIMEOUT. `destroy_process_group(group)` also frees
     the memory and the connections that multibn has opened for the group.
@@ -73,7 +73,7 @@ class TorchDistributed(ChannelCommunicator):
         self._group = _reference(group)
         # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
-        self._world = None if group is None else world()  # the one to which `_group` belongs
+        self._world = None if group is None else world()  # under which `_group` was created
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
 
@@ -83,19 +83,19 @@ class TorchDistributed(ChannelCommunicator):
         if self._ranks is None:
             # init_process_group may have run again since the last use.
             return dist.group.WORLD or dist.distributed_c10d._get_default_group()
-        known = self.known_group
-        if known is None:
+        existing = self.existing_group
+        if existing is None:
             if dist.is_initialized() and self._world is world():
                 raise RuntimeError(
                     f"the process group of ranks {list(self._ranks)} was destroyed. Give the layer "
                     "another one."
                 )
-            known = find_group(self._ranks)
-            self._world, self._group = world(), _reference(known)
-        return known
+            existing = find_group(self._ranks)
+            self._world, self._group = world(), _reference(existing)
+        return existing
 
     @property
-    def known_group(self) -> dist.ProcessGroup | None:
+    def existing_group(self) -> dist.ProcessGroup | None:
         """The ProcessGroup if it has been created already, otherwise None. Not collective."""
         if self._ranks is None:
             return dist.group.WORLD
@@ -105,7 +105,7 @@ class TorchDistributed(ChannelCommunicator):
     @property
     def native(self) -> Any:
         """The ProcessGroup, or this handle if the group was destroyed."""
-        return self.known_group or self
+        return self.existing_group or self
 
     @property
     def rank(self) -> int:
@@ -143,9 +143,9 @@ class TorchDistributed(ChannelCommunicator):
 
     def allreduce_in_place(self, x: Array, /) -> Array:
         """Sum as `allreduce_on_device` does, but overwrite `x`."""
-        # As dist.all_reduce, without its slow checks of the group and the tensor.
+        # Like dist.all_reduce, but without its slow checks of the group and the tensor.
         work = self.group.allreduce([x], _SUM)
-        if work is not None:  # from a backend that ignores `asyncOp`
+        if work is not None:  # the backend ignores `asyncOp`
             work.wait()
         return x
 
@@ -166,7 +166,7 @@ class TorchDistributed(ChannelCommunicator):
         return restore(members[color])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A group of all ranks becomes the default group: `find_group` could fail, see below.
+        # A group of all ranks becomes the default group, to avoid `new_group` (see `find_group`).
         if self._ranks is None or (
             dist.is_initialized() and self._ranks == tuple(range(dist.get_world_size()))
         ):
@@ -285,7 +285,7 @@ def find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     key = tuple(sorted(ranks))
     made = world().made
     if key not in made:
-        # torch numbers such a group by how many groups a rank is in: all must be in equally many.
+        # torch names the group by how many groups each rank is in: these numbers must agree.
         made[key] = dist.new_group(list(key), use_local_synchronization=True)
     found: dist.ProcessGroup = made[key]
     return found

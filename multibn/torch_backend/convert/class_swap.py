@@ -52,7 +52,7 @@ def restore(layer: nn.Module, original: type[nn.Module], /) -> None:
         layer.__dict__.pop(name, None)
     layer.__class__ = original
     if issubclass(original, nn.SyncBatchNorm):
-        layer.__dict__["process_group"] = getattr(group, "known_group", None)
+        layer.__dict__["process_group"] = getattr(group, "existing_group", None)
 
 
 def _sync_class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
