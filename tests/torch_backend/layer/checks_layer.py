@@ -197,3 +197,14 @@ def check_a_warning_that_is_an_error_on_one_rank_is_an_error_on_all(world: Commu
     layer, x = _layer(3, process_group=world), _input(world).requires_grad_()
     require.check_a_missing_core_on_rank_0(world.rank, lambda: layer(x))
     assert layer(x).shape == x.shape
+
+
+def check_a_rank_with_frozen_splits_is_wrong_alone(world: Communicator) -> None:
+    """The other ranks pass no message with which they could hear of the error."""
+    layer = tb.SubBatchNorm2d(2, 3, process_group=world)
+    layer.split_bn.eval()
+    if world.rank == 0:
+        with pytest.raises(ValueError, match=r"got 2 splits for a batch of 3\. Use"):
+            layer(torch.ones(3, 3, 2, 2))
+    layer.split_bn.train()
+    assert layer(torch.randn(4, 3, 2, 2)).isfinite().all()

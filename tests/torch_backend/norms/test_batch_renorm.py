@@ -11,6 +11,7 @@ from torch import nn
 from multibn import SingleProcess
 from multibn import torch_backend as tb
 from tests.helpers.spread import OTHERS
+from tests.torch_backend.steps import step
 
 NEEDS = "torch"
 
@@ -25,20 +26,38 @@ def test_a_state_of_batch_norm_loads_and_evaluates_alike() -> None:
     torch.testing.assert_close(layer.train()(x), plain.train()(x))
 
 
-@pytest.mark.parametrize("rmax", [1.2, 3.0])
-def test_a_schedule_without_a_start_renormalizes_the_first_batch(rmax: float) -> None:
+def _rise(n: int, start: int, end: int) -> float:
+    return min(max((n - start + 1) / (end - start + 1), 0.0), 1.0)
+
+
+@pytest.mark.parametrize("schedule", [(0, 0, 0), (2, 4, 5)])
+@pytest.mark.parametrize("rmax", [1.3, 3.0])
+def test_numbers_are_those_of_the_paper_while_the_limits_rise(rmax: float, schedule: Any) -> None:
     """The ratio of the deviations, each with eps in its variance, is clipped to [1/rmax, rmax]."""
+    C, dmax, eps, momentum = 3, 0.4, 0.1, 0.3
+    weight, bias = np.array([1.5, -0.5, 1.0]), np.array([0.5, 0.1, -1.0])
     layer: Any = tb.SyncBatchRenorm1d(
-        2, 0.1, rmax=rmax, dmax=0.4, schedule=(0, 0, 0), dtype=torch.float64, affine=False
+        C, eps, momentum, rmax=rmax, dmax=dmax, schedule=schedule, dtype=torch.float64
     )
-    layer.running_mean += 0.3
-    layer.running_var *= 2
-    x = torch.tensor([[1.0, -2.0], [2.0, 2.0], [3.0, 6.0]], dtype=torch.float64)
-    mean, var = x.mean(0).numpy(), x.var(0, correction=0).numpy()
-    std, running_std = np.sqrt(var + 0.1), np.sqrt(2.1)
-    r = np.clip(std / running_std, 1 / rmax, rmax)
-    d = np.clip((mean - 0.3) / running_std, -0.4, 0.4)
-    np.testing.assert_allclose(layer(x), (x.numpy() - mean) / std * r + d, rtol=1e-12)
+    layer.weight.data, layer.bias.data = torch.tensor(weight), torch.tensor(bias)
+    mean, var = np.zeros(C), np.ones(C)
+    data = np.random.default_rng(0).normal(size=(6, 2, 11, C)) * [0.5, 2.0, 1.0] + [0.3, -1.0, 0.0]
+    for n, (x, dy) in enumerate(data):
+        start, *ends = schedule
+        rises = [_rise(n, start, end) for end in ends]
+        limits = 1 + (rmax - 1) * rises[0], dmax * rises[1]
+        m, v = x.mean(0), x.var(0)
+        std, running_std = np.sqrt(v + eps), np.sqrt(var + eps)
+        r = np.clip(std / running_std, 1 / limits[0], limits[0])
+        d = np.clip((m - mean) / running_std, -limits[1], limits[1])
+        xhat, g = (x - m) / std, dy * weight * r
+        dx = (g - g.mean(0) - xhat * (g * xhat).mean(0)) / std
+        renormed = xhat * r + d
+        mean, var = mean + momentum * (m - mean), var + momentum * (v * 11 / 10 - var)
+        found = [*step(layer, torch.tensor(x), torch.tensor(dy)), layer.running_mean]
+        right = [renormed * weight + bias, dx, (dy * renormed).sum(0), dy.sum(0), mean, var]
+        for got, want in zip([*found, layer.running_var], right, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ from tests.helpers.ranks import run_ranks
 
 NEEDS = "torch"
 
-# Norms of samples, of whose last axis each rank has a part, and their peers on whole samples.
-OF_SAMPLES: dict[str, tuple[Any, Any]] = {
-    "group": (partial(tb.SyncGroupNorm, 3), partial(nn.GroupNorm, 3)),
-    "instance": (tb.SyncInstanceNorm1d, nn.InstanceNorm1d),
+# Norms of samples, of whose last axis each rank has a part, their peers on whole samples, and the
+# axes before the last.
+OF_SAMPLES: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
+    "group": (partial(tb.SyncGroupNorm, 3), partial(nn.GroupNorm, 3), (5, 4)),
+    "instance": (tb.SyncInstanceNorm1d, nn.InstanceNorm1d, ()),
+    "instance of 2 axes": (tb.SyncInstanceNorm2d, nn.InstanceNorm2d, (5,)),
+    "instance of 3 axes": (tb.SyncInstanceNorm3d, nn.InstanceNorm3d, (2, 3)),
 }
 # Each with an option that is not the default.
 OTHERS_OF_SAMPLES: list[dict[str, Any]] = [
@@ -34,17 +37,18 @@ OTHERS_OF_SAMPLES: list[dict[str, Any]] = [
         (name, options)
         for name in OF_SAMPLES
         for options in OTHERS_OF_SAMPLES
-        if name == "instance" or "track_running_stats" not in options
+        if name != "group" or "track_running_stats" not in options
     ],
     ids=str,
 )
 def test_options_of_norms_of_samples_do_what_they_say(name: str, options: dict[str, Any]) -> None:
-    kind, peer_kind = OF_SAMPLES[name]
+    kind, peer_kind, axes = OF_SAMPLES[name]
     nonfinite = {key: v for key, v in options.items() if key == "nonfinite"}
     peer: Any = peer_kind(6, dtype=torch.float64, **(options if not nonfinite else {}))
     for p in peer.parameters():
         nn.init.normal_(p)
-    whole, dy = torch.randn(2, 3, 6, 11, dtype=torch.float64)
+    whole, dy = torch.randn(2, 3, 6, *axes, 11, dtype=torch.float64)
+    last = torch.channels_last_3d if len(axes) == 2 else torch.contiguous_format
     if nonfinite:
         whole[0, 0, -1] = np.nan
 
@@ -52,9 +56,11 @@ def test_options_of_norms_of_samples_do_what_they_say(name: str, options: dict[s
         layer = kind(6, process_group=comm, dtype=torch.float64, **options)
         layer.load_state_dict(peer.state_dict(), strict=False)
         part = [slice(3), slice(3, None)][comm.rank]
-        x = whole[..., part].clone().requires_grad_()
+        x = whole[..., part].contiguous(memory_format=last).requires_grad_()
         y = layer(x)
         y.backward(dy[..., part])
+        assert x.grad is not None
+        assert y.stride() == x.grad.stride() == x.stride()
         return [y.detach(), x.grad, [p.grad for p in layer.parameters()], [*layer.buffers()]]
 
     if options.get("nonfinite") == "raise":
