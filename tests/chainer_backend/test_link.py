@@ -30,36 +30,6 @@ from tests.helpers.ranks import (
 LOCAL = SingleProcess()
 
 
-def train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
-    link.cleargrads()
-    v = chainer.Variable(x)
-    y = link(v, **arguments)
-    y.grad = dy
-    y.backward()
-    return [y.array, v.grad, *(p.grad for _, p in sorted(link.namedparams()))]
-
-
-@pytest.mark.parametrize("finetune", [False, True])
-@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 5, 3), (6, 4, 2, 5, 3)])
-def test_alone_it_is_chainers_batch_normalization(shape: tuple[int, ...], finetune: bool) -> None:
-    rng = np.random.default_rng(0)
-    theirs = L.BatchNormalization(4, dtype=np.float64, initial_avg_var=0)
-    ours = MultiNodeBatchNormalization(4, LOCAL, dtype=np.float64)
-    for _ in range(3):
-        x, dy = rng.normal(size=shape), rng.normal(size=shape)
-        for a, b in zip(
-            train(ours, x, dy, finetune=finetune),
-            train(theirs, x, dy, finetune=finetune),
-            strict=True,
-        ):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
-    assert ours.N == theirs.N
-    np.testing.assert_allclose(ours.avg_mean, theirs.avg_mean)
-    np.testing.assert_allclose(ours.avg_var, theirs.avg_var)
-    with chainer.using_config("train", False):
-        np.testing.assert_allclose(ours(x).array, theirs(x).array, rtol=1e-10)
-
-
 X = np.zeros((4, 3, 7))
 
 

@@ -84,28 +84,3 @@ def test_initialization_by_class_finds_the_same_layers(norm_type: str, zero_init
     assert weights[1] == weights[0]
     is_zero = zero_init and norm_type != "sub_batchnorm"
     assert weights[1][1] == [0.0 if is_zero else 1.0] * slowfast.C
-
-
-def test_a_naive_layer_is_the_batch_norm_of_its_dimensions() -> None:
-    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    for k, cls in enumerate(
-        (tb.NaiveSyncBatchNorm1d, tb.NaiveSyncBatchNorm2d, tb.NaiveSyncBatchNorm3d)
-    ):
-        layer = cls(num_features=3)
-        assert [isinstance(layer, base) for base in plain] == [k == j for j in range(3)]
-    sub = tb.SubBatchNorm3d(2, num_features=3)
-    assert [m for m in sub.modules() if isinstance(m, nn.BatchNorm3d)] == [sub.bn, sub.split_bn]
-    assert slowfast.get_bn_modules(sub) == [sub.bn, sub.split_bn]
-
-
-def test_running_var_biased_is_biased_in_one_process() -> None:
-    """The original is nn.BatchNorm3d there. `running_var="biased"` is biased on any ranks."""
-    x = torch.randn(4, 3, 2, 5, 5, dtype=torch.float64)
-    n = x.numel() // 3
-    theirs: Any = slowfast.NaiveSyncBatchNorm3d(num_features=3, momentum=1.0).double()
-    default = tb.NaiveSyncBatchNorm3d(num_features=3, momentum=1.0).double()
-    biased = tb.NaiveSyncBatchNorm3d(num_features=3, momentum=1.0, running_var="biased").double()
-    for layer in (theirs, default, biased):
-        layer(x)
-    torch.testing.assert_close(default.state_dict(), theirs.state_dict())
-    torch.testing.assert_close(biased.running_var, theirs.running_var * (n - 1) / n)

@@ -241,12 +241,13 @@ def test_a_step_is_one_message_each_way_and_evaluation_none(name: str) -> None:
             sent.append(counting.take())
             y.sum().backward()
             sent.append(counting.take())
-        return sent
+        layer.train()(x.detach()).sum().backward()  # whose data need no gradient
+        return [*sent, counting.take()]
 
     size = 2 * (L * OF_SAMPLES[name] if name in OF_SAMPLES else 2 * C if name == "sub" else C) + 4
     both = [[size], [size - 2]]
     evaluation = both if name in OF_SAMPLES else [[], []]
-    assert run_ranks(2, run) == [[*both, *evaluation]] * 2
+    assert run_ranks(2, run) == [[*both, *evaluation, [size]]] * 2
 
 
 @every_layer

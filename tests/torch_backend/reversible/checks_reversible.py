@@ -135,50 +135,6 @@ def check_gradients_accumulate_without_synchronization(world: Communicator) -> N
         _expect_close(found, expected)
 
 
-class _Masked(nn.Module):
-    def __init__(self, communicator: Any) -> None:
-        super().__init__()
-        self.norm = SyncBatchNorm(CHANNELS, process_group=communicator)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return self.norm(x, mask=mask).tanh()
-
-
-def _elements(x: Tensor, mask: Tensor) -> Tensor:
-    """Those that count, shape (elements, channels)."""
-    return x.transpose(1, 2)[mask]
-
-
-def check_the_padded_batch_is_the_batch_without_padding(world: Communicator) -> None:
-    """One sample is all padding."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [[4, 0, 6], [1, 5], *[[2, 3]] * world.size][: world.size]
-    masks = [torch.arange(6) < torch.tensor(n)[:, None] for n in lengths]
-    shapes = [(2, len(n), CHANNELS, 6) for n in lengths]
-    padded = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-
-    def train(communicator: Any, mode: Any, xs: Any, mask: Any = None) -> tuple[Any, list[Any]]:
-        blocks: Any = [(_Masked(communicator), _Masked(communicator)) for _ in range(BLOCKS)]
-        model = ReversibleSequence(blocks, mode=mode).double()
-        leaves = [x.requires_grad_() for x in xs]
-        ys = model(*leaves, mask)
-        _loss(*(ys if mask is None else [_elements(y, mask) for y in ys])).backward()
-        return model, [x.grad for x in leaves]
-
-    parts = [[_elements(x, mask) for x in xs] for xs, mask in zip(padded, masks, strict=True)]
-    whole, dx = train(SingleProcess(), "stored", map(torch.cat, zip(*parts, strict=True)))
-    first = sum(len(xs[0]) for xs in parts[: world.rank])
-    mine, mask = slice(first, first + len(parts[world.rank][0])), masks[world.rank]
-    xs = padded[world.rank].masked_fill(~mask[:, None], 1e6)
-    for mode in MODES:
-        model, found = train(world, mode, xs.clone(), mask)
-        gradients = world.allreduce(_gradients(model))
-        for got, expected in zip(found, dx, strict=True):
-            _expect_close(_elements(got, mask), expected[mine])
-        _expect_close(gradients, _gradients(whole))
-        _expect_close(_state(model), _state(whole))
-
-
 @only("torchrun")
 def check_fsdp_shards_whole_chains(world: Communicator) -> None:
     """Numbers are one process's on the whole batch; parts of F and G are refused, or stored."""
