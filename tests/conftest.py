@@ -7,6 +7,7 @@ that need no launch. So does the function of a mark `beside`, after the launches
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +110,14 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
             for checks in launches.values():
                 checks.stop()
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """No test sees what an earlier one has compiled, nor the functions that Dynamo gave up."""
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 @pytest.fixture

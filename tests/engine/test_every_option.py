@@ -363,7 +363,6 @@ def test_a_layer_that_was_pickled_before_an_option_has_its_default(name: str) ->
 @pytest.mark.parametrize("way, options", CASES, ids=str)
 def test_an_option_does_what_it_says(way: Way, options: dict[str, Any]) -> None:
     o = DEFAULTS | options
-    torch._dynamo.reset()
     train = partial(_train_link if "link" in way[0] else _train, way, o)
     ranks = run_ranks(2, train)
     # Compiled code gives equal bits.
@@ -390,7 +389,6 @@ def test_an_option_does_what_it_says(way: Way, options: dict[str, Any]) -> None:
 )
 def test_nonfinite_does_what_it_says(way: Way, nonfinite: str) -> None:
     """Both ranks have an error, or an output of NaN and nothing moved."""
-    torch._dynamo.reset()
     first, (own, other) = XS
     o, xs = DEFAULTS | {"nonfinite": nonfinite}, [first, [own, other * np.nan]]
     train = partial(_train_link if "link" in way[0] else _train, way, o, xs=xs)

@@ -112,7 +112,6 @@ def test_recomputed_and_compiled_passes_are_seen_once() -> None:
     model = nn.Sequential(SyncBatchNorm(4, process_group=SingleProcess())).double()
     bare = SyncBatchNorm(4, track_running_stats=False, process_group=SingleProcess()).double()
     x = torch.from_numpy(data([4])[0]).requires_grad_()
-    torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     with observing() as seen:
         checkpoint(model, x, use_reentrant=False, context_fn=checkpoint_contexts).sum().backward()

@@ -69,6 +69,9 @@ def _run(name: str, world: Communicator) -> End:
         return End(traceback.format_exc(), in_step=True)
     except BaseException:
         return End(traceback.format_exc(), in_step=False)
+    finally:
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()  # no check sees what an earlier one has compiled
     return End("", in_step=True)
 
 

@@ -22,11 +22,6 @@ NEEDS = "torch"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 def _step(call: Any, layer: Any, x: Tensor) -> list[Tensor]:
     y = call(x)
     return [y, *torch.autograd.grad(y.sin().sum(), [x, layer.weight, layer.bias])]

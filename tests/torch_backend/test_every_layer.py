@@ -303,7 +303,6 @@ def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, .
     ids=str,
 )
 def test_one_compiled_graph_gives_eager_numbers(name: str, options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
     dtype = options.get("dtype", torch.float64)
     layer, eager = (make(name, **{"dtype": dtype} | options) for _ in range(2))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

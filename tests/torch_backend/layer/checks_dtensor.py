@@ -249,7 +249,6 @@ def check_compiled_code_gives_eager_numbers(world: Communicator) -> None:
             whole: Any = torch.compile(nn.Sequential(part), backend="eager", fullgraph=True)
             with pytest.raises(Exception, match=r"not compiled .* without fullgraph=True"):
                 whole(_place(_whole(0), mesh, BOTH))
-    torch._dynamo.reset()
 
 
 def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None:

@@ -183,7 +183,6 @@ class _Branches(nn.Module):
 def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
     """Compiled ranks send the messages of the others in their order, whatever their graphs."""
     eager, mixed = _Branches(world), _Branches(world)
-    torch._dynamo.reset()
     # Rank 1 is not compiled; inductor drops what no output needs.
     backend = ["inductor", None, "aot_eager", "eager"][world.rank]
     run = mixed if backend is None else torch.compile(mixed, fullgraph=True, backend=backend)
@@ -212,7 +211,6 @@ class _InOrder(nn.ModuleDict):
 def check_a_rank_in_another_compiled_layer_is_named(world: Communicator) -> None:
     """The layers change places on rank 1 in the third step, which rank 1 compiles again."""
     layers = _InOrder({name: tb.SyncBatchNorm(4, process_group=world) for name in "ab"})
-    torch._dynamo.reset()
     run = torch.compile(layers, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         run(torch.randn(3, 4), "ab")
@@ -250,7 +248,6 @@ def check_an_error_in_traced_code_reaches_all_ranks(world: Communicator) -> None
 @only(sizes=(2,))
 def check_collective_functions_run_in_compiled_code(world: Communicator) -> None:
     """They break the graph."""
-    torch._dynamo.reset()
     net: Any = tb.convert_sync_batchnorm(_network(), world)
     seen: Any = tb.RunningNorm(2, process_group=world)
     inputs = torch.full((3, 2), 1.0 + world.rank)

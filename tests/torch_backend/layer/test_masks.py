@@ -51,7 +51,6 @@ def layer_of(communicator: Any = LOCAL, **options: Any) -> tb.SyncBatchNorm:
 
 
 def test_compiled_lengths_give_eager_numbers_and_errors() -> None:
-    torch._dynamo.reset()
     x, lengths, mask = batch(0)
     for layer in (layer_of(), layer_of().eval()):
         compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)

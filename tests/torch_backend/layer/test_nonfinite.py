@@ -87,7 +87,6 @@ def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
 @pytest.mark.filterwarnings("ignore:rank 0 of 1 has skipped:RuntimeWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_part_that_overflows_leaves_no_trace_of_the_others(compiled: bool) -> None:
-    torch._dynamo.reset()
     layer = tb.convert_sub_batchnorm(tb.SyncBatchNorm(3, nonfinite="skip"), 2)
     before = state(layer)
     run = torch.compile(layer, backend="aot_eager") if compiled else layer

@@ -133,7 +133,6 @@ def test_a_step_inside_of_a_step_belongs_to_the_outer_one() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
 def test_a_model_is_compiled_again_for_steps_once_only() -> None:
-    torch._dynamo.reset()
     model = nn.Sequential(tb.SyncBatchNorm(4, momentum=None), tb.SubBatchNorm1d(2, 4)).double()
     eager = copy.deepcopy(model)
     graphs = []

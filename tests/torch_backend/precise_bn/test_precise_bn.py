@@ -384,9 +384,8 @@ def test_moments_of_16_bits_are_taken_in_float32(autocast: bool) -> None:
 # torch 2.15 asks an activation that a compiled module gets for its gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("inside", [True, False])
-def test_compiled_models_get_the_statistics_of_plain_ones(inside: bool, request: Any) -> None:
+def test_compiled_models_get_the_statistics_of_plain_ones(inside: bool) -> None:
     """Code that was compiled before would not see the hooks."""
-    request.addfinalizer(torch.compiler.reset)  # Dynamo remembers functions that it gave up
     compiled, plain = Net(), Net()
     model: Any = compiled if inside else torch.compile(compiled, backend="eager")
     if inside:

@@ -203,7 +203,6 @@ def test_traces_hold_plain_operations(mode: Mode, training: bool) -> None:
 @pytest.fixture
 def compiler() -> Iterator[Callable[..., Any]]:
     """torch.compile without a compiler behind the graph, which says so if Dynamo skips a model."""
-    torch.compiler.reset()
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -212,7 +211,6 @@ def compiler() -> Iterator[Callable[..., Any]]:
 
     yield lambda model, **options: torch.compile(model, backend=backend, **options)
     assert graphs
-    torch.compiler.reset()
 
 
 def expect_equal_step(compiled: Any, model: Any) -> None:

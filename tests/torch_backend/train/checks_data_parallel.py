@@ -180,4 +180,3 @@ def check_compiled_models_of_several_buckets_train(world: Communicator) -> None:
         for optimize, backend in ((False, "aot_eager"), (True, "aot_eager")):
             found = train(optimize, backend).state_dict().values()
             torch.testing.assert_close(list(found), list(expected))
-    torch._dynamo.reset()
