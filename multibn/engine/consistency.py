@@ -29,8 +29,8 @@ Described: TypeAlias = Mapping[str, Mapping[str, str]]
 def common_group(groups: Mapping[str, Communicator], /, *, parameter: str) -> Communicator:
     """Return the group that trains a model; `groups` maps layer names to the layers' groups.
 
-    This is torch's default process group if it is initialized, and a layer uses it or there are no
-    layers; otherwise the one group that the layers were given. A `Group` is replaced by its parent:
+    If torch's default process group is initialized, and a layer uses it or there are no layers,
+    return it; otherwise the group that all layers were given. A `Group` is replaced by its parent:
     ranks that share statistics in parts still train one model. Not collective. `parameter` is the
     name of the caller's argument, for error messages. Raises ValueError if layers were given
     different groups, or if no layer was given a group although a launcher started several
@@ -42,11 +42,11 @@ def common_group(groups: Mapping[str, Communicator], /, *, parameter: str) -> Co
             group = group.parent
         layers.setdefault(identity(group), (name, group))
     default = as_communicator()
-    # Prefer the layers' group: it may be another process group of the same ranks, and other ranks
-    # may be waiting in a layer.
-    _, of_all = layers.pop(identity(default), ("", None))
-    if default_group() is not None and (of_all is not None or not layers):
-        return of_all or default
+    # If a layer has a different process group of the same ranks, return the layer's group: other
+    # ranks may be waiting in that layer.
+    _, same_ranks = layers.pop(identity(default), ("", None))
+    if default_group() is not None and (same_ranks is not None or not layers):
+        return same_ranks or default
     if len(layers) > 1:
         found = "; ".join(f"{group!r} in {name or 'the layer'}" for name, group in layers.values())
         raise ValueError(
@@ -75,7 +75,7 @@ def check_equal(
     statistics: Collection[str],
     options: Mapping[str, Mapping[str, object]] | None = None,
     ignore: Iterable[str] = (),
-    copied: Callable[[Any], npt.NDArray[Any]] = to_host,
+    copy_to_host: Callable[[Any], npt.NDArray[Any]] = to_host,
 ) -> None:
     """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
@@ -83,13 +83,13 @@ def check_equal(
     number of equal arrays. If arrays differ, further allreduces describe the difference: one for
     each array that differs, of the size of the array.
 
-    `arrays` maps names to arrays of any library and device, or to None for an array without a value
-    yet. `parameters` and `statistics` are the names of trained arrays and of batch norms' running
-    statistics; the error infers the likely cause from them. All other arrays are buffers of other
-    modules. `ignore` is a pattern or several, `"*.running_*"` for example: matching names are left
-    out. `options` maps layer names to the layers' options; `copied` copies an array to host memory.
-    Raises TypeError if an array cannot be copied, and RuntimeError on the other ranks. First checks
-    the pending messages of layers on GPUs, see `flush_checks`.
+    `arrays` maps names to arrays of any library and device, or to None for an array that has no
+    value yet. `parameters` and `statistics` are the names of trained arrays and of batch norms'
+    running statistics, from which the error infers the likely cause; all other arrays are buffers
+    of other modules. `options` maps layer names to the layers' options. `ignore` is one pattern of
+    names to leave out, `"*.running_*"` for example, or several. Raises TypeError if an array cannot
+    be copied, and RuntimeError on the other ranks. First checks the pending messages of layers on
+    GPUs, see `flush_checks`.
     """
     flush_checks()
     is_one = isinstance(ignore, str) or not isinstance(ignore, Iterable)
@@ -103,10 +103,10 @@ def check_equal(
     for name in names:
         array: Any = arrays[name]
         try:
-            copies.append(np.zeros(0) if array is None else copied(array))
+            copies.append(np.zeros(0) if array is None else copy_to_host(array))
             if copies[-1].dtype.hasobject:
                 raise TypeError("it holds Python objects")
-            described[name] = _described(array)
+            described[name] = _describe(array)
         except (TypeError, RuntimeError, NotImplementedError) as error:
             refused = TypeError(
                 f"`{name}`, a {type(array).__qualname__}, cannot be compared: "
@@ -128,19 +128,19 @@ def check_equal(
         )
     communicator = at(communicator, "check_sync")
     mine = [_digest(repr(facts).encode()) for facts in (described, digests)]
-    built, held = zip(*gather(mine, communicator), strict=True)
-    if len({*built}) > 1:
+    structures, contents = zip(*gather(mine, communicator), strict=True)
+    if len({*structures}) > 1:
         raise RuntimeError(
             f"the model must be the same on all {communicator.size} ranks. "
             f"{differences(described, communicator)}. Build it from the same configuration, and "
             "call it once on every rank if it initializes in its first call."
         )
-    if len({*held}) > 1:
+    if len({*contents}) > 1:
         kinds = parameters, statistics
-        raise RuntimeError(_how_different(names, copies, digests, communicator, kinds))
+        raise RuntimeError(_describe_differences(names, copies, digests, communicator, kinds))
 
 
-def _described(array: Array | None) -> dict[str, str]:
+def _describe(array: Array | None) -> dict[str, str]:
     shape = "no value yet" if array is None else str(tuple(array.shape))
     return {"shape": shape} if array is None else {"shape": shape, "dtype": str(array.dtype)}
 
@@ -150,13 +150,13 @@ def _digest(content: bytes) -> str:
 
 
 def differences(described: Described, communicator: Communicator) -> str:
-    """Return how the facts of some ranks differ from the commonest facts. Collective."""
-    every = gather(described, communicator)
-    common = _commonest(every)
+    """Return text: how the facts of some ranks differ from the commonest ones. Collective."""
+    by_rank = gather(described, communicator)
+    common = _commonest(by_rank)
     lines = []
-    for rank, own in enumerate(every):
-        findings = [f"has {each}" for each in _new_facts(every[common], own)]
-        findings += [f"lacks {each}" for each in _new_facts(own, every[common])]
+    for rank, own in enumerate(by_rank):
+        findings = [f"has {each}" for each in _new_facts(by_rank[common], own)]
+        findings += [f"lacks {each}" for each in _new_facts(own, by_rank[common])]
         if findings:
             lines.append(f"rank {rank} {_shortened(findings)}")
     return f"Compared with rank {common}, {_shortened(lines, '; ')}"
@@ -176,19 +176,19 @@ def _new_facts(known: Described, facts: Described) -> Iterator[str]:
             yield f"{name} with {', '.join(new)}"
 
 
-def _how_different(
+def _describe_differences(
     names: Sequence[str],
     copies: Sequence[npt.NDArray[Any]],
     digests: Sequence[str],
     communicator: Communicator,
     kinds: tuple[Collection[str], Collection[str]],
 ) -> str:
-    """Return which arrays differ, on which ranks, and by how much. Collective."""
+    """Return an error message: which arrays differ, where and by how much. Collective."""
     by_rank = gather(digests, communicator)
     common = _commonest(by_rank)
     differing = [i for i, texts in enumerate(zip(*by_rank, strict=True)) if len({*texts}) > 1]
-    now = gather([_digest(copies[i].tobytes()) for i in differing], communicator)
-    if all(each == now[0] for each in now):
+    current = gather([_digest(copies[i].tobytes()) for i in differing], communicator)
+    if all(each == current[0] for each in current):
         return (
             f"{len(differing)} of {len(names)} arrays changed during the comparison, and are now "
             f"the same on all ranks: {_shortened([names[i] for i in differing])}. The ranks "
@@ -201,9 +201,9 @@ def _how_different(
     lines = []
     for number, i in enumerate(differing):
         ranks = [rank for rank, texts in enumerate(by_rank) if texts[i] != by_rank[common][i]]
-        far = [f"{distances[rank][number]:.3g} on rank {rank}" for rank in ranks]
-        is_seen = any(distances[rank][number] for rank in ranks)
-        how = f"by up to {_shortened(far)}" if is_seen else f"on rank(s) {ranks}"
+        largest = [f"{distances[rank][number]:.3g} on rank {rank}" for rank in ranks]
+        is_known = any(distances[rank][number] for rank in ranks)
+        how = f"by up to {_shortened(largest)}" if is_known else f"on rank(s) {ranks}"
         lines.append(f"{names[i]} {how}")
     return (
         f"{len(differing)} of {len(names)} arrays are not the same on all {communicator.size} "
@@ -220,16 +220,16 @@ def _cause(
     statistics: Collection[str],
 ) -> str:
     """Return the likely cause, inferred from the kinds of arrays that differ; "" if unknown."""
-    are_statistics = differing.intersection(statistics)
+    differing_statistics = differing.intersection(statistics)
     if differing.intersection(parameters):
-        if are_statistics or not {*names}.intersection(statistics):
+        if differing_statistics or not {*names}.intersection(statistics):
             return ""
         return (
             "Running statistics agree: gradients are not averaged (DistributedDataParallel, "
             "average_gradients, or ChainerMN's multi-node optimizer does that), or the models "
             "were initialized differently. "
         )
-    if are_statistics:
+    if differing_statistics:
         return (
             "Parameters agree, running statistics differ: their layers are not synchronized, or "
             "only within groups (convert_sync_batchnorm, create_mnbn_model and sync_running_stats "
@@ -245,15 +245,13 @@ def _cause(
 def _distance(mine: npt.NDArray[Any], communicator: Communicator, root: int) -> float:
     """Return the largest absolute difference from the array of rank `root`.
 
-    Collective: one allreduce.
-
-    0 if float64 does not show the difference (text, records, huge integers, -0.0).
+    0 if float64 cannot show it (text, records, huge integers, -0.0). Collective: one allreduce.
     """
     mine = mine.reshape(-1) if mine.dtype.kind in "biufcmM" else np.zeros(0)
     wide = (mine.view(mine.real.dtype) if np.iscomplexobj(mine) else mine).astype(np.float64)
-    first = communicator.allreduce(wide if communicator.rank == root else np.zeros_like(wide))
+    of_root = communicator.allreduce(wide if communicator.rank == root else np.zeros_like(wide))
     with np.errstate(invalid="ignore"):  # inf - inf
-        return float(np.abs(wide - first).max(initial=0))
+        return float(np.abs(wide - of_root).max(initial=0))
 
 
 def _shortened(items: Sequence[str], separator: str = ", ") -> str:

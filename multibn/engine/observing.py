@@ -67,11 +67,11 @@ class observing(StatisticsTape):  # noqa: N801
         layer = layer_of(plan.communicator)
         _, n = masks.weigh(args, "element")
         mean, var = reference.local_moments(args, n)
-        count = 0 * batch.count + n
+        count = 0 * batch.count + n  # an array like `batch.count`
         own = BatchStatistics(mean, var, count, count / steps.at_least_one(count) ** 2)
-        # Copies: the backward pass reads the original arrays, which callers might change.
-        pair = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
-        self.tape.append(LayerStatistics("a layer" if layer is None else layer.name, *pair))
+        # Copy: the backward pass reads the original arrays, and callers might change what they get.
+        copies = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
+        self.tape.append(LayerStatistics("a layer" if layer is None else layer.name, *copies))
 
 
 def _copy(v: Array) -> Array:

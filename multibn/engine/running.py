@@ -24,7 +24,7 @@ _NAMES = re.compile(r"(^|_)(running|moving|avg|ema|population)_(mean|var|varianc
 
 
 def is_running_statistic(name: str, /) -> bool:
-    """Return whether an array is a running statistic, judged by its name in any library.
+    """Return whether `name` is the name of a running statistic in any library.
 
     True for running_var, escnn's regular_running_var, Chainer's avg_mean, Keras's moving_variance.
     """
@@ -76,14 +76,14 @@ def pool_running(
 ) -> tuple[Array, Array]:
     """Return the mean and variance, float64, of the data of several models together.
 
-    `average` averages an array over the models. `between` is the weight of the variance of the
-    models' means: 1 for batch norms, 0 for instance norms.
+    `average` averages an array over the models. `between` weights the between-model
+    variance, which is that of the means: 1 for batch norms, 0 for instance norms.
     """
     pooled = average(mean)
     return pooled, average(var + between * (mean - pooled) ** 2)
 
 
-def merged(a: Any, b: Any, /) -> Any:
+def merge(a: Any, b: Any, /) -> Any:
     """Merge the (mean, biased variance, count) of two sets of numbers (Chan et al., 1979)."""
     count = a[2] + b[2]
     share, shift = b[2] / steps.at_least_one(count), b[0] - a[0]
@@ -91,8 +91,8 @@ def merged(a: Any, b: Any, /) -> Any:
     return a[0] + share * shift, var, count
 
 
-def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str, /) -> Any:
-    """Merge `old`, which is equal on all ranks, with each rank's `new`; both as in `merged`.
+def merge_over_ranks(old: Any, new: Any, communicator: Communicator, place: str, /) -> Any:
+    """Merge `old`, which is equal on all ranks, with each rank's `new`; both as in `merge`.
 
     Collective: one allreduce of 2C+1 float64 numbers, preceded by one of C+1 if the count of `old`
     is 0. Raises FloatingPointError on all ranks if a rank has NaN, infinity or values that
@@ -101,7 +101,7 @@ def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str
     mean, var, count = new
     xp, centre = array_namespace(mean), old[0]
 
-    def total_of(*arrays: Array) -> Any:
+    def mean_and_count(*arrays: Array) -> Any:  # `arrays` ends with the count
         numbers = wire.concat(arrays)
         if not xp.all(xp.abs(numbers) < wire.LARGEST):
             numbers = xp.full_like(numbers, wire.rank_bit(communicator.rank))
@@ -115,11 +115,11 @@ def merged_over_ranks(old: Any, new: Any, communicator: Communicator, place: str
         return sums[:-1] / steps.at_least_one(sums[-1]), sums[-1]
 
     if not float(old[2]):  # moments about a distant centre would lose digits
-        centre = xp.reshape(total_of(count * mean, count)[0], mean.shape)
+        centre = xp.reshape(mean_and_count(count * mean, count)[0], mean.shape)
     d = mean - centre
-    moments, of_all = total_of(count * d, count * (var + d * d), count)
+    moments, total_count = mean_and_count(count * d, count * (var + d * d), count)
     first, second = xp.reshape(moments, (2, *mean.shape))
-    return merged(old, (centre + first, xp.clip(second - first * first, 0.0, None), of_all))
+    return merge(old, (centre + first, xp.clip(second - first * first, 0.0, None), total_count))
 
 
 class PopulationEstimator:
@@ -180,7 +180,7 @@ class StepAccumulator:
     """The statistics of all batches of one step, as if they were concatenated.
 
     A batch is weighted by its elements over all ranks. Its statistics are equal on all ranks, so
-    that merging needs no communication. If a batch is skipped, the total count is 0. A copy or an
+    merging needs no communication. If a batch is skipped, the total count is 0. A copy or an
     unpickled accumulator is None: a copied layer takes no part in the original's step. `like` is
     any per-channel array.
     """
@@ -206,7 +206,7 @@ class StepAccumulator:
         # updates nothing, just as a gradient scaler skips the step.
         mean = xp.where(count > 0, mean, self._mean + 0 * mean)
         var = xp.where(count > 0, var, 0 * count)
-        pooled = merged((self._mean, self._var, self._count), (mean, var, count))
+        pooled = merge((self._mean, self._var, self._count), (mean, var, count))
         self._mean[...], self._var[...] = pooled[:2]
         self._count += count
         self._local_count += local_count * (count > 0)

@@ -67,7 +67,7 @@ class RunningNorm(nn.Module):
         args = NormArgs(x, None, None, 0.0, (0,), mask=where)
         _, count = masks.weigh(args, "element")
         if not self.frozen:
-            self._new = running.merged(self._new, (*reference.local_moments(args, count), count))
+            self._new = running.merge(self._new, (*reference.local_moments(args, count), count))
 
     @not_compiled
     @torch.no_grad()
@@ -81,7 +81,7 @@ class RunningNorm(nn.Module):
         new = [torch.as_tensor(v).to(b).expand_as(b) for v, b in zip(self._new, old, strict=True)]
         self.freeze(self.frozen)
         place = f"{self}.synchronize() with count={float(old[2]):g}"
-        of_all = running.merged_over_ranks(old, new, self.process_group, place)
+        of_all = running.merge_over_ranks(old, new, self.process_group, place)
         for buffer, value in zip(old, of_all, strict=True):
             buffer.copy_(value)
 

@@ -110,11 +110,11 @@ def check_sync(
         statistics=statistics,
         options=options,
         ignore=ignore,
-        copied=_dense_on_host,
+        copy_to_host=_copy_dense,
     )
 
 
-def _dense_on_host(t: Tensor) -> Any:
+def _copy_dense(t: Tensor) -> Any:
     if dtensors.contains_dtensor([t]):
         raise TypeError(
             "it is sharded over the ranks. If all parameters are sharded (FSDP2), pass "
