@@ -7,12 +7,14 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from multibn import torch_backend
 from multibn.communicators import Communicator
@@ -170,6 +172,22 @@ def check_a_part_of_the_ranks_has_compiled_layers_before(world: Communicator) ->
             torch.compile(layer, backend="eager")(torch.ones(4, 2))
             kept += [layer] * keeps
         _expect_right([_network(world), _network(world)])
+
+
+def check_one_rank_may_wrap_its_blocks(world: Communicator) -> None:
+    """Its names have the wrapper's; the layers are those of the other ranks."""
+    wrappers: list[Callable[[nn.Module], Any]] = [
+        nn.DataParallel,
+        partial(torch.compile, backend="eager"),
+        partial(checkpoint_wrapper, context_fn=torch_backend.checkpoint_contexts),
+    ]
+    for wrap in wrappers:
+        block = _network(world)
+        model = nn.Sequential(nn.Identity(), wrap(block) if world.rank == 1 else block)
+        for n in range(2):
+            model(torch.full((4, 2), float(n)) + torch.arange(4.0)[:, None]).sum().backward()
+            assert float(block[1].running_mean[0]) == 1.5 + n  # type: ignore[index]
+        assert block[1].layer_communicator.name == "1.1"  # type: ignore[index]
 
 
 def _trained_link(group: Communicator) -> object:

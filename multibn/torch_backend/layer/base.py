@@ -257,12 +257,15 @@ class SyncNormBase(nn.Module):
         self.process_group = LOCAL if group is None else group
 
 
+# What torch's wrappers call the module inside: DistributedDataParallel, compile, checkpoint, FSDP.
+_WRAPPED = "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+
+
 def _path(layer: nn.Module) -> str:
-    """Return the layer's path in the model whose forward pass is running, or ""."""
+    """Return the path, without wrappers, in the model whose forward pass is running, or ""."""
     find_parts = partial(nn.Module.named_modules, remove_duplicate=False)
     path = find_module_path(layer, nn.Module, find_parts)
-    # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
-    return ".".join(name for name in path.split(".") if name not in ("module", "_orig_mod"))
+    return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 
 
 def updates_running(running: Running | StepAccumulator | None, x: Tensor) -> bool:
