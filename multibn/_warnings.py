@@ -9,7 +9,9 @@ _SKIPPED = {"", "multibn", "torch", "chainer", "importlib"}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line outside multibn and the framework that runs the layer."""
+    """Warn at the innermost line outside multibn and the framework; "" gives no warning."""
+    if not message:
+        return
     frame = sys._getframe(1)
     while _module(frame).partition(".")[0] in _SKIPPED and frame.f_back:
         frame = frame.f_back
@@ -23,8 +25,7 @@ def warn_or_raise(message: str, strict: bool) -> None:
     """Warn, or raise TypeError if `strict`, unless the message is empty."""
     if message and strict:
         raise TypeError(message)
-    if message:
-        warn(message)
+    warn(message)
 
 
 def _module(frame: FrameType) -> str:

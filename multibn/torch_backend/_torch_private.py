@@ -6,6 +6,7 @@ looked up in `sys.modules`.
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar, cast
 from weakref import ref
 
@@ -45,8 +46,17 @@ WORLD = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Return `function`, excluded from torch.compile because it raises or communicates."""
-    return cast(_Function, _disable_dynamo(function))
+    """Return `function`, excluded from torch.compile because it raises or communicates.
+
+    A call does not import the compiler, which takes seconds.
+    """
+    disabled = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 def active_ddp() -> Any:

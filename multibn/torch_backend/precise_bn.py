@@ -155,7 +155,9 @@ def update_bn_stats(
         of_torch = [layer for layer in layers if not isinstance(layer.module, SyncNormBase)]
         for layer in of_torch:
             hooks.enter_context(layer.watched(run))
-        hooks.enter_context(_InputRecorderMode(of_torch))
+        mode = functional.BatchNormMode()
+        mode.batch_norm = partial(_record_and_normalize, of_torch)
+        hooks.enter_context(mode)
         _sleep_before_fork()
         early_end = run.run(
             data_loader,
@@ -168,8 +170,7 @@ def update_bn_stats(
         )
     unseen = [layer.name for layer, has_data in run.write() if not has_data]
     # After the last collective: where warnings are errors, one rank alone may raise here.
-    if early_end:
-        warn(early_end)
+    warn(early_end)
     if unseen:
         warn(
             f"batch norm layer(s) {', '.join(unseen)} saw no data on any rank and keep their "
@@ -324,7 +325,7 @@ class _WatchedNorm:
             self.estimator = Population(like) if exact else _MeanOfVar(like, self.communicator)
 
     def watched(self, run: PopulationRun) -> RemovableHandle:
-        """Register a hook that adds inputs which `_InputRecorderMode` has not seen.
+        """Register a hook that adds inputs which `_record_and_normalize` has not seen.
 
         These are the inputs of an nn.SyncBatchNorm, whose calls the hook also registers with `run`,
         to repeat them once this rank has run out of data.
@@ -361,19 +362,15 @@ class _WatchedNorm:
             norm.running_var.view(-1, self.num_features).copy_(var)
 
 
-class _InputRecorderMode(functional.BatchNormMode):
-    """Records the input of each F.batch_norm call that gets the running mean of one of `layers`."""
-
-    def __init__(self, layers: Sequence[_WatchedNorm]) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def batch_norm(self, input: Any, running_mean: Any, *args: Any, **options: Any) -> Any:
-        for layer in self.layers:
-            if running_mean is layer.module.running_mean:
-                layer.add(input)
-                layer.is_recorded = True
-        return F.batch_norm(input, running_mean, *args, **options)
+def _record_and_normalize(
+    layers: Sequence[_WatchedNorm], input: Any, running_mean: Any, *args: Any, **options: Any
+) -> Tensor:
+    """Call F.batch_norm, and add its input to the layer of `layers` that has `running_mean`."""
+    for layer in layers:
+        if running_mean is layer.module.running_mean:
+            layer.add(input)
+            layer.is_recorded = True
+    return F.batch_norm(input, running_mean, *args, **options)
 
 
 def _layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[_WatchedNorm]:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn.engine.plan import NormArgs
-from multibn.engine.running import StepAccumulator
 from multibn.torch_backend.layer import dtensors, functional, modules, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
 from multibn.torch_backend.layer.base import communicator_of, updates_running
@@ -163,6 +162,7 @@ class _SyncBatchNormMode(functional.BatchNormMode):
     ) -> Tensor:
         """Replace torch.nn.functional.batch_norm."""
         layer = self.layer
+        eps, momentum = validation.as_number(eps), validation.as_number(momentum)
         args = layer._as_input(input)._replace(weight=weight, bias=bias, eps=eps)
         is_own = running_mean is (layer.running_mean if layer.track_running_stats else None)
         self.batch_norm_called |= is_own
@@ -181,8 +181,6 @@ class _SyncBatchNormMode(functional.BatchNormMode):
                 counter.copy_(before)
             return layer.forward_splits(args, num_channels, momentum)
         running = running_stats_of(layer, layer.running_var_convention, momentum)
-        if isinstance(running, StepAccumulator):
-            running.momentum = momentum
         args, group = args._replace(running=running), layer.layer_communicator
         y, batch = functional.normalize_with_batch_stats(
             args, num_channels, group, weighting=layer.weighting

@@ -5,7 +5,6 @@ composed of differentiable torch operations. One of these is the allreduce, whos
 allreduce of the ranks' gradients.
 """
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
@@ -36,6 +35,7 @@ from multibn.torch_backend._torch_private import (
     get_tracing_state,
     is_any_autocast_enabled,
     is_legacy_batchedtensor,
+    not_compiled,
     transforms_are_active,
     without_dispatch_modes,
 )
@@ -85,13 +85,15 @@ def running_stats_of(
 ) -> Running | StepAccumulator | None:
     """Return the running statistics of `bn` that a training pass updates in place, or None.
 
-    Inside of `step_statistics`, return its accumulator. Pass `momentum` if the caller has already
-    incremented `num_batches_tracked`.
+    Inside of `step_statistics`, return its accumulator, which keeps `momentum`. Pass `momentum` if
+    the caller has already incremented `num_batches_tracked`.
     """
     if not bn.track_running_stats:
         return None
     step_accumulator: StepAccumulator | None = getattr(bn, "step_accumulator", None)
     if step_accumulator is not None:
+        if momentum is not None:
+            step_accumulator.momentum = momentum
         return step_accumulator
     buffers = bn._buffers  # faster than attributes of a module
     try:
@@ -258,13 +260,7 @@ def _differentiable_backward(g: Gradient, needed: Sequence[bool], plan: Any) -> 
     return [next(grads) if need else None for need in needed[:3]] + [dy if needed[3] else None]
 
 
-def uncompiled(function: Any) -> Any:
-    """Return `function`, excluded from torch.compile."""
-    if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
-        return torch.compiler.disable(function)
-    return function
-
-
+@not_compiled
 def differentiable_forward(
     args: NormArgs, communicator: Communicator, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
@@ -306,14 +302,23 @@ class _Differentiable:
         self.rank, self.size = communicator.rank, communicator.size
         self.repeats = phase == "second order"  # the forward pass has already been checked
 
-    def allreduce(self, x: Tensor, /) -> Tensor:
+    def allreduce(self, x: Tensor, /, phase: str = "") -> Tensor:
+        """Sum over the ranks. The gradient is the sum of the ranks' gradients."""
         if self.size == 1:  # no communication: torch can differentiate and transform all of it
             return x
-        return _AllReduce.apply(_raise_if_transformed(x, self.size), self, self.phase)
+        if is_transformed() or get_dispatch_mode(MAKE_FX) or is_legacy_batchedtensor(x):
+            raise NotImplementedError(
+                "torch.func, make_fx, forward mode, `vectorize=True` in torch.autograd.functional "
+                "and `is_grads_batched=True` in torch.autograd.grad are supported only in one "
+                f"process: got {self.size} ranks that share statistics. Call torch.autograd.grad, "
+                "with create_graph=True for second derivatives, or pass "
+                "process_group=SingleProcess()."
+            )
+        return _AllReduce.apply(x, self, phase or self.phase)
 
 
 class _AllReduce(torch.autograd.Function):
-    """y = sum over ranks of x. The gradient of x is the sum of the gradients of y."""
+    """The autograd node of `_Differentiable.allreduce`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
@@ -323,17 +328,4 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        dy = _raise_if_transformed(grad_outputs[0], ctx.communicator.size)
-        return _AllReduce.apply(dy, ctx.communicator, "gradient"), None, None
-
-
-def _raise_if_transformed(x: Tensor, num_ranks: int) -> Tensor:
-    """Return `x`; raise NotImplementedError if torch.func or forward mode transforms this call."""
-    if is_transformed() or get_dispatch_mode(MAKE_FX) or is_legacy_batchedtensor(x):
-        raise NotImplementedError(
-            "torch.func, make_fx, forward mode, `vectorize=True` in torch.autograd.functional and "
-            "`is_grads_batched=True` in torch.autograd.grad are supported only in one process: got "
-            f"{num_ranks} ranks that share statistics. Call torch.autograd.grad, with "
-            "create_graph=True for second derivatives, or pass process_group=SingleProcess()."
-        )
-    return x
+        return ctx.communicator.allreduce(grad_outputs[0], "gradient"), None, None

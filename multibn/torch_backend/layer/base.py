@@ -31,8 +31,11 @@ from multibn.kernels import Running
 from multibn.options import NormOptions
 from multibn.torch_backend.layer import compiled, dtensors
 from multibn.torch_backend.layer.autograd import running_stats_of
+from multibn.torch_backend.layer.validation import as_number
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_NUMBERS = "eps", "momentum"  # the options that torch also takes as tensors of shape ()
 
 #: This process alone. Compiled code can refer to it; ghost norms use it by default.
 LOCAL = SingleProcess()
@@ -98,6 +101,10 @@ class LayerOptions(NormOptions):
         {"bias": "bias", "running_var": "running_var_convention", "num_splits": "_num_splits"}
     )
 
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:  # of a layer that is to be converted
+            object.__setattr__(self, name, as_number(getattr(self, name)))
+
     def check(self) -> None:
         super().check()
         check_number("momentum", self.momentum, "[0, 1]", none="the cumulative average")
@@ -156,7 +163,8 @@ class SyncNormBase(nn.Module):
         # Always an attribute of the instance: adding one later would make compiled code recompile.
         self.step_accumulator = None
         self.process_group = process_group
-        for name, value in sharing_options(options, self.Options).items():
+        numbers = {name: vars(self)[name] for name in _NUMBERS if name in vars(self)}
+        for name, value in (numbers | sharing_options(options, self.Options)).items():
             setattr(self, self.Options.attributes.get(name, name), value)
         self.norm_options.check()
 
@@ -240,7 +248,7 @@ class SyncNormBase(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         options = type(self).Options  # before `revert_sync_batchnorm` sets `__class__`
-        super().__setattr__(name, value)
+        super().__setattr__(name, as_number(value) if name in _NUMBERS else value)
         if torch.compiler.is_compiling():  # compiled code sets no options
             return
         if name in options.attribute_names() and "layer_communicator" in vars(self):

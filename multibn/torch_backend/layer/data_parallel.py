@@ -13,16 +13,9 @@ from torch import nn
 
 from multibn.communicators import as_communicator
 from multibn.communicators.communicator import identity
-from multibn.torch_backend._torch_private import active_ddp
 
-_patched: WeakSet[nn.Module] = WeakSet()
-
-
-def patch_active() -> None:
-    """Call `patch_ddp` on the DDP model whose forward pass is running, if any."""
-    ddp = active_ddp()
-    if ddp is not None and ddp not in _patched:
-        patch_ddp(ddp)
+#: The models that `patch_ddp` has changed.
+patched: WeakSet[nn.Module] = WeakSet()
 
 
 def patch_ddp(ddp: Any, /) -> None:
@@ -30,7 +23,7 @@ def patch_ddp(ddp: Any, /) -> None:
 
     Not collective; every rank must call it before the same forward pass.
     """
-    _patched.add(ddp)
+    patched.add(ddp)
     group = as_communicator(ddp.process_group)
     # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
     shared = {

@@ -1,5 +1,6 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -112,6 +113,7 @@ def sync_batch_norm(
     >>> layer.running_mean
     tensor([0.2000, 0.0000])
     """
+    eps, momentum = validation.as_number(eps), validation.as_number(momentum)
     options = NormOptions(eps=eps, weighting=weighting, nonfinite=nonfinite)
     compared = vars(options) | {"momentum": None if running_mean is None else momentum}
     running = None
@@ -165,8 +167,7 @@ def normalize_with_batch_stats(
             return dtensors.normalize_local(function, args, num_channels, communicator)
         validation.validate_call(args, num_channels, communicator)
         if autograd.is_transformed() or get_dispatch_mode(MAKE_FX):
-            differentiable: Any = autograd.uncompiled(autograd.differentiable_forward)
-            return differentiable(args, communicator, weighting)
+            return autograd.differentiable_forward(args, communicator, weighting)
         needed = autograd.needs_gradient(args.x)
         with torch.no_grad():  # as in the autograd node, so that any kernels can be chosen
             plan = Plan(args, communicator, weighting=weighting, needs_gradient=needed)
@@ -209,9 +210,9 @@ def _forward_compiled(
             validation.raise_on_all_ranks(error, args.x, num_channels, communicator)
     x, mask, running = args.x, args.mask, args.running
     step_accumulator = running if isinstance(running, StepAccumulator) else None
-    updated = (None,) * 5 if running is None or step_accumulator is not None else running
+    buffers = (None,) * 5 if running is None or step_accumulator is not None else running
     y, *numbers = torch.ops.multibn.forward(
-        *(x, args.weight, args.bias, mask, args.residual, *updated),
+        *(x, args.weight, args.bias, mask, args.residual, *buffers),
         *(num_channels, communicator.operator_name, weighting, *args[3 : 3 + len(OPTIONS)]),
     )
     batch = BatchStatistics(*numbers)
@@ -226,32 +227,33 @@ def normalize_with_running_stats(args: NormArgs, mean: Any, var: Any, /) -> Tens
 
     If `mean` or `var` is None, use torch's statistics of this process's batch.
     """
-    weight, bias = args.weight, args.bias
-    if dtensors.contains_dtensor((args.x, weight, mean)):
+    if dtensors.contains_dtensor((args.x, args.weight, mean)):
         return dtensors.evaluate_local(normalize_with_running_stats, args, mean, var)
-    # Otherwise, a NaN in a masked element would reach the gradients of weight and bias.
-    x = reference.masked(args.x, args.mask)
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    parameters = {p.dtype for p in (weight, bias, mean) if p is not None}
-    uses_batch_stats = mean is None or var is None
-    is_supported = len(parameters) == 1 and parameters <= {x.dtype, wide_dtype}
-    if uses_batch_stats or (mean.ndim == 1 and is_supported):
-        is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        if uses_batch_stats:
-            mean = var = None  # torch would update the other one
-        elif is_eager and torch.is_grad_enabled():
-            mean, var = mean.clone(), var.clone()  # may be updated before the backward pass
-        y: Tensor = F.batch_norm(x, mean, var, weight, bias, uses_batch_stats, eps=args.eps)
-        y = align_gradient(y)
-        y = y if args.residual is None else y + args.residual
-        return reference.masked(y.relu() if args.relu else y, args.mask)
+    if mean is None or var is None:
+        return _evaluate_by_torch(args, None, None)  # torch would update the other one
+    dtypes = {p.dtype for p in (args.weight, args.bias, mean) if p is not None}
+    wide_dtype = torch.promote_types(args.x.dtype, torch.float32)
+    if mean.ndim == 1 and len(dtypes) == 1 and dtypes <= {args.x.dtype, wide_dtype}:
+        return _evaluate_by_torch(args, mean, var)
     # F.batch_norm rejects some combinations of dtypes that training accepts. For splits, whose
     # statistics have shape (splits, C), it would need copies of some inputs.
     validation.check_options(args)
-    mean, var = steps.as_wide(mean), steps.as_wide(var)
-    batch = BatchStatistics(mean, var, mean, mean)
-    normalized: Tensor = reference.finish(args, reference.output_coefficients(args, batch))
-    return normalized
+    batch = BatchStatistics(steps.as_wide(mean), steps.as_wide(var), mean, mean)
+    y: Tensor = reference.finish(args, reference.output_coefficients(args, batch))
+    return y
+
+
+def _evaluate_by_torch(args: NormArgs, mean: Tensor | None, var: Tensor | None) -> Tensor:
+    """Evaluate by F.batch_norm. If `mean` and `var` are None, use the batch's statistics."""
+    is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    if mean is not None and var is not None and is_eager and torch.is_grad_enabled():
+        mean, var = mean.clone(), var.clone()  # may be updated before the backward pass
+    # Without masking, a NaN in a masked element would reach the gradients of weight and bias.
+    x = reference.masked(args.x, args.mask)
+    y = F.batch_norm(x, mean, var, args.weight, args.bias, mean is None, eps=args.eps)
+    y = align_gradient(y)
+    y = y if args.residual is None else y + args.residual
+    return reference.masked(y.relu() if args.relu else y, args.mask)
 
 
 def align_gradient(y: Tensor) -> Tensor:
@@ -273,13 +275,14 @@ def align_gradient(y: Tensor) -> Tensor:
 
 
 class BatchNormMode(TorchFunctionMode):
-    """A context in which calls of torch.nn.functional.batch_norm go to `self.batch_norm`."""
+    """A context in which calls of torch.nn.functional.batch_norm go to `batch_norm`.
+
+    Inside of `batch_norm`, F.batch_norm is torch's function.
+    """
+
+    batch_norm: Callable[..., Any]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return (self.batch_norm if func is F.batch_norm else func)(*args, **kwargs or {})
-
-    def batch_norm(self, *args: Any, **options: Any) -> Any:
-        """Override this. Inside of an override, F.batch_norm is torch's function."""
-        raise NotImplementedError

@@ -11,7 +11,6 @@ from typing_extensions import Unpack
 from multibn._typing import check_bool, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.engine.plan import NormArgs
-from multibn.engine.running import StepAccumulator
 from multibn.torch_backend._torch_private import is_exporting_or_tracing
 from multibn.torch_backend.layer import autograd, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
@@ -226,8 +225,6 @@ class SyncBatchNorm(SyncNormBase, _BatchNorm):
         with step_statistics(self):
             for x, residual, mask in zip(*splits, strict=True):
                 running = running_stats_of(self, self.running_var_convention, momentum)
-                if momentum is not None and isinstance(running, StepAccumulator):
-                    running.momentum = momentum
                 part = args._replace(x=x, residual=residual, mask=mask, running=running)
                 y, _ = functional.normalize_with_batch_stats(
                     part, num_channels, self.layer_communicator, weighting=self.weighting

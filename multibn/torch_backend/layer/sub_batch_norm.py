@@ -81,6 +81,8 @@ class _SubBatchNorm(SyncNormBase):
             data = torch.empty(num_features, device=device, dtype=dtype) if is_learned else None
             self.register_parameter(name, None if data is None else nn.Parameter(data))
 
+        eps, momentum = validation.as_number(eps), validation.as_number(momentum)
+
         def make(features: int) -> Any:
             part: Any = self._part(
                 features, eps, momentum, False, track_running_stats, device, dtype

@@ -45,8 +45,9 @@ def mask_of(
 
 def validate_call(args: NormArgs, num_channels: int | None, communicator: Communicator) -> None:
     """Raise if the layer cannot normalize this input in this context. Collective if it raises."""
-    data_parallel.patch_active()
     ddp = active_ddp()
+    if ddp is not None and ddp not in data_parallel.patched:
+        data_parallel.patch_ddp(ddp)
     # In DistributedDataParallel.join, a rank that is out of data runs DDP's collectives only. They
     # would be matched with the collectives of a layer on the other ranks.
     joins = ddp is not None and ddp._join_config.enable
@@ -81,6 +82,12 @@ def validate_call(args: NormArgs, num_channels: int | None, communicator: Commun
         if isinstance(args.x, Tensor) and len(args.axis) < args.x.ndim - 1:  # (splits, channels)
             num_channels = math.prod(channels(args.x.shape, args.axis))
         raise_on_all_ranks(error, args.x, num_channels, communicator)
+
+
+def as_number(value: Any, /) -> Any:
+    """Return the number in a tensor of shape (), as torch's layers take for `eps`; else `value`."""
+    is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.requires_grad
+    return value.item() if is_number else value
 
 
 def non_channel_axes(x: Any, /) -> tuple[int, ...]:

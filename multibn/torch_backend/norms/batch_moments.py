@@ -6,9 +6,11 @@ from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.communicators.layer_communicator import function_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.statistics import BatchStatistics
+from multibn.torch_backend._torch_private import not_compiled
 from multibn.torch_backend.layer import autograd, validation
 
 
+@not_compiled
 def batch_moments(
     x: Tensor,
     /,
@@ -46,12 +48,7 @@ def batch_moments(
             [2., 4.]], dtype=torch.float64)
     """
     layer = function_communicator("batch_moments", as_communicator(process_group), {})
-
-    def moments() -> BatchStatistics:
-        where = validation.mask_of(x, mask, lengths, None, layer)
-        args = NormArgs(x, None, None, 1.0, validation.non_channel_axes(x), mask=where)
-        validation.validate_call(args, None, layer)
-        return autograd.normalize(args, layer, "element", phase="forward")[1]
-
-    found: BatchStatistics = autograd.uncompiled(moments)()
-    return found
+    mask = validation.mask_of(x, mask, lengths, None, layer)
+    args = NormArgs(x, None, None, 1.0, validation.non_channel_axes(x), mask=mask)
+    validation.validate_call(args, None, layer)
+    return autograd.normalize(args, layer, "element", phase="forward")[1]

@@ -70,6 +70,62 @@ def test_gradients_do_not_depend_on_strides(build: Any, tracks: bool, training: 
             torch.testing.assert_close(result, results[0])
 
 
+def _assigned(eps: Any, momentum: Any) -> nn.Module:
+    layer = make(2)
+    layer.eps, layer.momentum = eps, momentum
+    return layer
+
+
+class _Own(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        numbers: Any = self.weight, self.bias, self.training, torch.tensor(0.25), torch.tensor(0.5)
+        return nn.functional.batch_norm(input, mean, var, *numbers)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda eps, momentum: make(2, eps, momentum),
+        _assigned,
+        lambda eps, momentum: tb.SubBatchNorm1d(2, 2, eps, momentum),
+        lambda eps, momentum: tb.SyncInstanceNorm1d(2, eps, momentum, track_running_stats=True),
+        lambda eps, momentum: tb.convert_sync_batchnorm(nn.BatchNorm1d(2, eps, momentum)),
+        lambda eps, momentum: tb.convert_sync_batchnorm(_Own(2, eps, momentum)),
+        lambda eps, momentum: tb.convert_sync_groupnorm(nn.GroupNorm(2, 2, eps)),
+    ],
+    ids=["built", "assigned", "sub", "instance", "converted", "own forward", "group"],
+)
+def test_a_tensor_of_shape_is_a_number_as_in_torch(build: Any) -> None:
+    tensors, numbers = build(torch.tensor(0.5), torch.tensor(0.25)), build(0.5, 0.25)
+    x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
+    for _ in "training", "evaluation":
+        assert torch.equal(tensors(x), numbers(x))
+        tensors.eval(), numbers.eval()
+    for name, v in numbers.state_dict().items():
+        assert torch.equal(tensors.state_dict()[name], v)
+    assert tensors.norm_options == numbers.norm_options
+    assert repr(tensors) == repr(numbers)
+
+
+def test_a_tensor_of_shape_is_a_number_of_the_function() -> None:
+    x, results = torch.tensor([[1.0], [3.0]]), []
+    for eps, momentum in ((0.5, 0.25), (torch.tensor(0.5), torch.tensor(0.25))):
+        running = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
+        y, _ = tb.sync_batch_norm(x, eps=eps, momentum=momentum, **running)  # type: ignore[arg-type]
+        results.append([y, *running.values()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("number", [torch.tensor([0.5]), torch.tensor(0.5, requires_grad=True)])
+def test_other_tensors_are_no_numbers_as_in_torch(number: Tensor) -> None:
+    with pytest.raises(TypeError):
+        nn.BatchNorm1d(2, eps=number)(torch.randn(4, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`eps` must be a number: got tensor"):
+        make(2, eps=number)
+
+
 def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:
     packed: Any = nn.utils.rnn.pack_sequence([torch.randn(3, 2), torch.randn(1, 2)])
     layer = tb.SyncBatchNorm(2)
