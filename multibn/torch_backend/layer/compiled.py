@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import array_api_compat.torch  # noqa: F401  (traced code uses it and cannot import it)
 import torch
@@ -120,7 +120,7 @@ def _call(function: Callable[..., Any], *arguments: Any, runs_again: bool = True
 
 
 class _Step:
-    """The parsed `text` of an operator, and the plan that it used last."""
+    """The parsed `text` of an operator."""
 
     def __init__(self, text: str) -> None:
         (
@@ -128,18 +128,15 @@ class _Step:
             self.needs_gradient, self.copied, self.error, _, sizes,
         ) = literal_eval(text)  # fmt: skip
         self._text, self._has_sizes = text, bool(sizes)  # without sizes, shapes are dynamic
-        self._plan: Any = type(None)
-        self._context: object = None
+        self._context: object = None  # of the latest forward pass
 
     def plan(self, args: NormArgs, *, backward: bool = False) -> Plan:
         """Return the layer's plan for `args`; in the forward pass, validate `args` first."""
-        plan: Plan | None = self._plan()
-        context = self._context if backward else call_context()
-        if plan is not None and context == self._context:
-            return plan
-        x, communicator, self._context = args.x, _layers[self.layer], context
-        key = self._text, context, *(() if self._has_sizes else (x.shape, x.stride()))
-        plan = getattr(communicator, "plans", {}).get(key)
+        if not backward:
+            self._context = call_context()
+        x, communicator = args.x, _layers[self.layer]
+        key = self._text, self._context, *(() if self._has_sizes else (x.shape, x.stride()))
+        plan: Plan | None = getattr(communicator, "plans", {}).get(key)
         if plan is None:
             with torch.no_grad():
                 if self.error is not None:  # found when the graph was traced
@@ -153,8 +150,6 @@ class _Step:
                 )  # fmt: skip
             if isinstance(communicator, LayerCommunicator):
                 communicator.cache_plan(key, plan)
-        if self._has_sizes:
-            self._plan = ref(plan)
         return plan
 
 
@@ -164,12 +159,9 @@ _new: Any = tuple.__new__  # makes a named tuple without a Python frame
 
 def _coefficient_kernels(x: Tensor) -> Any:
     """Return the kernels for `x`, set to return coefficients instead of writing outputs."""
-    kernels = select(x)
-    names = "PreparedStep", "finish_forward", "normalize", "finish_backward"
-    verbs = {name: getattr(kernels, name) for name in names if hasattr(kernels, name)}
-    namespace: Any = {name: partial(verb, coefficients=True) for name, verb in verbs.items()}
-    namespace |= {"begin_forward": kernels.begin_forward, "begin_backward": kernels.begin_backward}
-    return SimpleNamespace(**namespace)
+    verbs = vars(select(x))
+    names = {"PreparedStep", "finish_forward", "normalize", "finish_backward"} & verbs.keys()
+    return SimpleNamespace(**verbs | {k: partial(verbs[k], coefficients=True) for k in names})
 
 
 def _coefficients_like(x: Tensor, text: str, count: int) -> Tensor:
@@ -264,13 +256,13 @@ def _mask(*arguments: Any) -> Tensor:
 )
 def _forward(*arguments: Any) -> list[Tensor]:
     """Return the output and the fields of `BatchStatistics`. Collective."""
-    x, weight, bias, mask, residual, *updated = arguments[:10]
+    x, weight, bias, mask, residual, *buffers = arguments[:10]
     num_channels, layer, weighting, *options = arguments[10:]
-    running = None if updated[0] is None else Running(*updated)
+    running = None if buffers[0] is None else Running(*buffers)
     options = [tuple(v) if isinstance(v, list) else v for v in options]
     args: Any = _new(NormArgs, (x, weight, bias, *options, mask, residual, running))
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    tensors = [v for v in (x, weight, bias, mask, *updated[:2]) if v is not None]
+    tensors = [v for v in (x, weight, bias, mask, *buffers[:2]) if v is not None]
     kinds = [(str(v.dtype), str(v.device)) for v in tensors]
     sizes = [n for v in tensors for n in v.shape]
     is_fixed = x.is_cpu and all(type(n) is int for n in sizes)  # inductor chooses strides on a GPU
@@ -282,7 +274,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
         error = isinstance(caught, ValueError), str(caught)
         args = args._replace(eps=1.0)  # literal_eval reads no inf
     text = repr((
-        layer, int(num_channels), weighting, updated[3], args.axis, options_of(args), needs_grad,
+        layer, int(num_channels), weighting, buffers[3], args.axis, options_of(args), needs_grad,
         captures_cuda_graphs(), error, kinds, sizes if is_fixed else (),
     ))  # fmt: skip
     plan = _Traced(text, options_of(args), weighting, _layers[layer])

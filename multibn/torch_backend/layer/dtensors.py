@@ -49,8 +49,7 @@ def normalize_local(
         communicator = communicator.for_group(along)
     y, batch = function(_localize(args, mesh, shard_dims), num_channels, communicator)
     # After the collective: where warnings are errors, one rank may raise here while others wait.
-    if warning:
-        _warn_once(warning)
+    _warn_once(warning)
     return _wrap_output(args.x, y), batch
 
 
@@ -170,6 +169,4 @@ def _mesh_communicator(mesh: Any, dims: tuple[int, ...]) -> tuple[Communicator, 
     return found, warning if num_ranks > mesh.size() else ""
 
 
-@lru_cache(maxsize=256)
-def _warn_once(warning: str) -> None:
-    warn(warning)
+_warn_once = lru_cache(maxsize=256)(warn)
