@@ -112,14 +112,14 @@ def overridden(cls: type, is_base: Callable[[type], bool], /, *harmless: str) ->
 
 
 def list_obstacles(obstacles: dict[str, str], consequence: str) -> str:
-    """Return one message for all `obstacles`, which map paths of layers to reasons."""
+    """Return one message for all `obstacles`, which map paths of layers to reasons; "" for none."""
     parts = []
     for why in dict.fromkeys(obstacles.values()):
         paths = [path or "the model itself" for path, other in obstacles.items() if other == why]
         if len(paths) > 4:
             paths[3:] = [f"and {len(paths) - 3} more"]
         parts.append(f"{', '.join(paths)} ({why})".replace(", and", " and"))
-    return f"{len(obstacles)} {consequence}: {'; '.join(parts)}."
+    return f"{len(obstacles)} {consequence}: {'; '.join(parts)}." if obstacles else ""
 
 
 def _check_type(name: str, value: object, kind: type, expected: str, none: str) -> None:

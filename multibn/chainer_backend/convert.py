@@ -93,16 +93,14 @@ def create_mnbn_model(
             obstacles[path] = f"{type(child).__module__}.{type(child).__qualname__}: {why}"
         else:
             norms.append(child)
-    if unlike := {path: different for path, different in synchronized.items() if different}:
-        warn(list_obstacles(unlike, "link(s) are synchronized already and keep their own options"))
-    message = "`link` has no L.BatchNormalization: nothing is converted. "
-    message += "Its links are already synchronized." if synchronized else "Pass a model with one."
-    if obstacles:
-        message = list_obstacles(
-            obstacles, "link(s) could not be converted, statistics will not be synchronized"
-        )
-    if obstacles or not norms:
-        warn_or_raise(message, strict)
+    unlike = {path: different for path, different in synchronized.items() if different}
+    warn(list_obstacles(unlike, "link(s) are synchronized already and keep their own options"))
+    consequence = "link(s) could not be converted, statistics will not be synchronized"
+    message = list_obstacles(obstacles, consequence)
+    if not (obstacles or norms):
+        advice = "Its links are already synchronized." if synchronized else "Pass a model with one."
+        message = f"`link` has no L.BatchNormalization: nothing is converted. {advice}"
+    warn_or_raise(message, strict)
     check_sizes("link", norms)
     for old in norms:
         # The old link's parameters, if there are any, come with its attributes.

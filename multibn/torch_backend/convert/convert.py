@@ -138,9 +138,9 @@ def convert_sync_batchnorm(
     options = sharing_options(options)
     SyncBatchNorm(1, process_group=process_group, **options)
     layers = _find_layers(module, strict)
-    if mismatches := _options_mismatch(module, layers, process_group, options):
-        consequence = "layer(s) already synchronized with different options were left unchanged"
-        warn(list_obstacles(mismatches, consequence))
+    mismatches = _options_mismatch(module, layers, process_group, options)
+    consequence = "layer(s) already synchronized with different options were left unchanged"
+    warn(list_obstacles(mismatches, consequence))
     for layer in map(class_swap.swap_class, layers):
         group = layer.original_process_group if process_group is None else process_group
         layer.configure(group, **options)
@@ -236,11 +236,10 @@ def _find_layers(module: nn.Module, strict: bool, *, splitting: bool = False) ->
             check_int("num_features", part.num_features)
             LayerOptions.of(part).check()
             layers.append(part)
-    message = ""
-    if obstacles:
-        consequence = "layer(s) cannot be converted; their statistics will not be synchronized"
-        message = list_obstacles(obstacles, consequence)
-    elif not (layers or any(isinstance(part, SyncNormBase) for part in module.modules())):
+    consequence = "layer(s) cannot be converted; their statistics will not be synchronized"
+    message = list_obstacles(obstacles, consequence)
+    has_norms = layers or obstacles or any(isinstance(m, SyncNormBase) for m in module.modules())
+    if not has_norms:
         message = (
             f"`module` has no batch norm layer of torch: got {_class_name(module)}. Nothing is "
             "synchronized. Frozen norms (as in torchvision's detectors), group norms and layer "
@@ -285,8 +284,7 @@ def revert_sync_batchnorm(module: _Model) -> _Model:
             obstacles[path] = f"{_class_name(part)}: {why}"
         else:
             class_swap.restore(part, part.converted_from or BatchNorm)
-    if obstacles:
-        warn(list_obstacles(obstacles, "layer(s) could not be reverted and stay synchronized"))
+    warn(list_obstacles(obstacles, "layer(s) could not be reverted and stay synchronized"))
     return module
 
 
@@ -309,8 +307,8 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         return None
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
-    if taken := [name for name in class_swap.RESERVED_ATTRIBUTES if hasattr(layer, name)]:
-        return f"it has an attribute {taken[0]!r}, a name that SyncBatchNorm uses. Rename it"
+    if own := [name for name in class_swap.RESERVED_ATTRIBUTES if hasattr(layer, name)]:
+        return f"it has an attribute {own[0]!r}, a name that SyncBatchNorm uses. Rename it"
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return "it is a lazy module that is not initialized. Run the model once first"
     if isinstance(layer, nn.SyncBatchNorm) and type(layer).forward is not nn.SyncBatchNorm.forward:

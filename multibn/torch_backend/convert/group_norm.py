@@ -69,11 +69,9 @@ def convert_sync_groupnorm(
     layers: list[Any] = [m for _, m in plain if type(m) in _SYNCHRONIZED]
     others = [(path, type(m).__qualname__) for path, m in plain if m not in layers]
     obstacles = {path: f"{name}: a subclass of torch's layer" for path, name in others}
-    message = ""
-    if obstacles:
-        consequence = "layer(s) cannot be converted, so that each rank normalizes only its part"
-        message = list_obstacles(obstacles, consequence)
-    elif not norms:
+    consequence = "layer(s) cannot be converted, so that each rank normalizes only its part"
+    message = list_obstacles(obstacles, consequence)
+    if not norms:
         message = (
             "`module` must have a group or instance norm of torch: got none in "
             f"{type(module).__qualname__}. convert_sync_batchnorm is for batch norms."

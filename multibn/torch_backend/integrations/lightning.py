@@ -63,8 +63,7 @@ def _on_train_start(strategy: Strategy) -> None:
     if isinstance(plugin, MultiBNLayerSync) and not plugin.is_applied and module is not None:
         norms = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         local = {name: type(m).__qualname__ for name, m in norms if not isinstance(m, SyncNormBase)}
-        if local:
-            found = list_obstacles(local, "layer(s) are not synchronized")
+        if found := list_obstacles(local, "layer(s) are not synchronized"):
             raise RuntimeError(
                 f"{type(strategy).__name__} does not apply layer plugins, such as "
                 f"MultiBNLayerSync: {found} Call `plugin.apply(model)` or convert_sync_batchnorm "
