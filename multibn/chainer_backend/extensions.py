@@ -22,6 +22,7 @@ from multibn.chainer_backend.check_sync import participants
 from multibn.chainer_backend.convert import check_sizes, find_unsupported_norms
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, check_link, step_accumulators
 from multibn.communicators import CommunicatorLike, SingleProcess, as_communicator
+from multibn.engine.plan import NormArgs
 from multibn.engine.precise import Population, PopulationRun, input_of, length_of
 
 
@@ -120,8 +121,8 @@ class FinetunePopulationStatistics(training.Extension):
         check_bool(progress=progress)
         if comm is not None:
             as_communicator(comm)
-        if rest := find_unsupported_norms(target):
-            warn(list_obstacles(rest, "link(s) of `target` are not updated"))
+        rest = find_unsupported_norms(target)
+        warn(list_obstacles(rest, "link(s) of `target` are not updated"))
         self._iterator, self._target, self._comm = iterator, target, comm
         self._converter, self._device, self._progress = converter, device, progress
         self._function: Any = target if eval_func is None else eval_func
@@ -200,16 +201,16 @@ class _Watch(chainer.LinkHook):
         norm = self._norms.get(id(args.link))
         if norm is None or not chainer.config.train:
             return
-        x = input_of(args.args, args.kwargs)
-        layout = norm.link.avg_mean.shape, norm.link.axis
+        call = NormArgs(input_of(args.args, args.kwargs), None, None, 0.0, norm.link.axis)
         try:
-            axis, _ = functions.check_input(x, *layout, SingleProcess())
+            call = functions.checked(call, norm.link.avg_mean.shape, SingleProcess())
         except (TypeError, ValueError):
             return  # the link will raise, and make the other ranks raise
         norm.count()
         self._run.repeat(norm.count)
         if isinstance(norm.link, L.BatchNormalization):
-            norm.estimator.add(norm.estimator.sums_of(chainer.as_array(x), axis=axis))
+            x = chainer.as_array(call.x)
+            norm.estimator.add(norm.estimator.sums_of(x, axis=call.axis))
 
 
 @contextmanager

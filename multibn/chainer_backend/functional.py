@@ -78,13 +78,15 @@ def multi_node_batch_normalization(
                 "`running_mean` and `running_var` must both be arrays, or both None: got one."
             )
 
-    given = {"gamma": gamma, "beta": beta}
-    if running_mean is not None:
-        given |= {"running_mean": running_mean, "running_var": running_var}
-    layout = np.shape(chainer.as_array(gamma)), axis, communicator
-    checked: Any = {"parameters": given, "mask": mask, "lengths": lengths}
-    axis, mask = functions.check_input(x, *layout, check_options=check_options, **checked)
-    args = NormArgs(x, gamma, beta, eps, axis, mask=mask)
+    given = {"running_mean": running_mean, "running_var": running_var}
+    args = functions.checked(
+        NormArgs(x, gamma, beta, eps, axis, mask=mask),  # type: ignore[arg-type]
+        np.shape(chainer.as_array(gamma)),
+        communicator,
+        averages={} if running_mean is None else given,
+        check_options=check_options,
+        lengths=lengths,
+    )
     link = SimpleNamespace(layer_communicator=communicator, weighting=weighting)
     plan = functions.prepare(args, link, finetune=False)
     if running_mean is not None and not chainer.config.in_recomputing:  # by F.forget

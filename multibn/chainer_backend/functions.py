@@ -72,30 +72,28 @@ def prepare(args: NormArgs, link: Any, finetune: bool) -> Plan:
     )
 
 
-def check_input(
-    x: Any,
+def checked(
+    args: NormArgs,
     channels: tuple[int, ...],
-    axis: Any,
     communicator: Communicator,
     /,
     *,
     check_options: Callable[[], None] = lambda: None,
-    parameters: Mapping[str, Any] = MappingProxyType({}),
-    residual: Any = None,
-    mask: Any = None,
+    averages: Mapping[str, Any] = MappingProxyType({}),
     lengths: Any = None,
-) -> tuple[tuple[int, ...], Array | None]:
-    """Return the axes to reduce, and the engine's mask.
+) -> NormArgs:
+    """Return a call's arguments, with the axes to reduce and the engine's mask.
 
-    Raise unless `x` is floating-point, its other axes have shape `channels`, `check_options` does
-    not raise, and the mask, the residual and the `parameters`, which errors show by name, fit.
-    Collective only if it raises: then all ranks raise.
+    `args.axis` and `args.mask` are the user's. Raise unless `x` is floating-point, its other axes
+    have shape `channels`, `check_options` does not raise, and all other arrays fit. Errors show the
+    moving `averages` by name. Collective only if it raises: then all ranks raise.
     """
+    x, residual = args.x, args.residual
     array, types = chainer.as_array(x), chainer.get_array_types()
     like: Any = np.zeros(())
     try:
         check_options()
-        axis = as_axes(axis, len(channels), getattr(x, "ndim", 0))
+        axis = as_axes(args.axis, len(channels), getattr(x, "ndim", 0))
         if not isinstance(array, types):
             kind = type(x).__qualname__ + " without an array" * (array is not x)
             raise TypeError(f"the input must be a Variable or an array: got {kind}.")
@@ -113,11 +111,14 @@ def check_input(
             )
         if x.dtype.kind != "f":
             raise statistics.not_floating(x)
-        _check_parameters(parameters, channels)
+        parameters = {"gamma": args.weight, "beta": args.bias}
+        given = {name: v for name, v in parameters.items() if v is not None}
+        _check_parameters({**given, **averages}, channels)
         if residual is not None:
             check_residual(residual, x, (Variable, *types), "a Variable or an array")
         kernels.select(array)  # may warn, which may be an error of this rank alone
-        return axis, masks.as_mask(array, mask, lengths, axis=axis)
+        mask = masks.as_mask(array, args.mask, lengths, axis=axis)
+        return args._replace(axis=axis, mask=mask)
     except (TypeError, ValueError, Warning) as error:
         reject_input(communicator, error, math.prod(channels), like)
         raise
@@ -145,8 +146,6 @@ def as_axes(axis: Any, num_channel_axes: int, ndim: int) -> tuple[int, ...]:
 def _check_parameters(parameters: Mapping[str, Any], channels: tuple[int, ...]) -> None:
     """Raise ValueError unless parameters and moving averages have a number for each channel."""
     for name, v in parameters.items():
-        if v is None and name in ("gamma", "beta"):
-            continue
         v = chainer.as_array(v)
         shape, dtype = getattr(v, "shape", None), getattr(v, "dtype", None)
         if shape != channels or getattr(dtype, "kind", None) != "f":

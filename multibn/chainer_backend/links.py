@@ -276,16 +276,14 @@ class MultiNodeBatchNormalization(chainer.Link):
         if is_training and mask is lengths is None:
             key = functions.plan_key(x, residual, self, finetune)
             plan = communicator.plans.get(key)
+        axis: Any = self.axis if plan is None else plan.axis
+        relu = self.fuse_relu
+        args = NormArgs(x, self.gamma, self.beta, self.eps, axis, relu, mask, residual)
         if plan is None:
-            names = "gamma", "beta", "avg_mean", "avg_var"
-            checked: Any = {"parameters": {name: getattr(self, name) for name in names}}
-            checked |= {"residual": residual, "mask": mask, "lengths": lengths}
-            layout, check = (np.shape(self.avg_mean), self.axis, communicator), self.check_options
-            axis, mask = functions.check_input(x, *layout, check_options=check, **checked)
-        else:
-            axis = plan.axis
-        fields: Any = {"relu": self.fuse_relu, "mask": mask, "residual": residual}
-        args = NormArgs(x, self.gamma, self.beta, self.eps, axis, **fields)
+            averages = {"avg_mean": self.avg_mean, "avg_var": self.avg_var}
+            options: Any = {"check_options": self.check_options, "lengths": lengths}
+            channels = np.shape(self.avg_mean)
+            args = functions.checked(args, channels, communicator, averages=averages, **options)
         if not is_training:
             return self._evaluate(args)
         if plan is None:
@@ -295,17 +293,17 @@ class MultiNodeBatchNormalization(chainer.Link):
         momentum = None if finetune else 1.0 - self.decay
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention
-        running = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
-        updated: Any = running
+        own = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
+        running: Any = own
         if self in step_accumulators:
-            updated = step_accumulators[self] or StepAccumulator(self.avg_mean)
-            step_accumulators[self], updated.running = updated, running
+            running = step_accumulators[self] or StepAccumulator(self.avg_mean)
+            step_accumulators[self], running.running = running, own
         if not chainer.config.in_recomputing:  # by F.forget
-            args = args._replace(running=updated)
+            args = args._replace(running=running)
         arrays = [getattr(args, name) for name in plan.given]
         (y,) = functions.BatchNormalization(plan, args).apply(arrays)
-        if finetune and updated is running:
-            self.count(running)
+        if finetune and running is own:
+            self.count(own)
         return y
 
     def _evaluate(self, args: NormArgs) -> chainer.Variable:
