@@ -46,11 +46,14 @@ class Run:
     def __init__(self) -> None:
         self.branches: list[ResidualBranch] = []
         self.first: int | None = None  # index of the first branch that gets a gradient
-        self.restore([], [])
 
-    def restore(self, streams: list[Tensor], cond: list[Any]) -> None:
-        """Set the streams to those after the last branch, for a backward pass; `[]` frees them."""
+    def begin_backward(self, streams: list[Tensor], cond: list[Any]) -> None:
+        """Keep the streams after the last branch; `gradients` undoes the branches one by one."""
         self._position, self.streams, self.cond = len(self.branches), streams, cond
+
+    def end_backward(self) -> None:
+        """Free the streams and the tensors of `cond`."""
+        del self.streams, self.cond
 
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Undo branch `index`. Return the gradients of its input, `cond` and its parameters.
@@ -117,7 +120,7 @@ class _AddBranch(torch.autograd.Function):
         if dy is not None and any(needed):
             gradients = ctx.run.gradients(ctx.index, dy, needed)
         if ctx.index == ctx.run.first:  # earlier branches need no gradients
-            ctx.run.restore([], [])
+            ctx.run.end_backward()
         return None, None, dy, *gradients
 
 
@@ -138,7 +141,7 @@ class _SaveStreams(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         first, second, *tensors = ctx.saved_tensors
         cond = [c if t is None else t for t, c in zip(tensors, ctx.cond, strict=True)]
-        ctx.run.restore([first, second], cond)
+        ctx.run.begin_backward([first, second], cond)
         return None, *grad_outputs, *[None] * len(cond)
 
 

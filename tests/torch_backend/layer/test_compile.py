@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import sys
 import warnings
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from multibn import SingleProcess
 from multibn.parity import oracle
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm, sync_batch_norm
+from multibn.torch_backend._torch_private import not_compiled
 from multibn.torch_backend.layer import compiled as compiled_code
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.spread import spread
@@ -122,6 +124,13 @@ def test_fullgraph_names_the_function_that_is_not_compiled() -> None:
     message = "sync_batch_norm, and any layer with DTensors, is not compiled and runs eagerly. Call"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         call(torch.randn(4, 3))
+
+
+def test_check_sync_and_others_import_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import takes seconds, and on a rank that refuses its input, other ranks wait for it."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert not_compiled(lambda: 3)() == 3
+    assert "torch._dynamo" not in sys.modules
 
 
 def test_operators_keep_torchs_rules(monkeypatch: pytest.MonkeyPatch) -> None:

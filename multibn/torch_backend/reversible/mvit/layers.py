@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -52,20 +52,18 @@ def pool_tokens(
 
 
 def relative_position_bias(
-    q: Tensor, q_thw: Grid, k_thw: Grid, tables: Sequence[Tensor | None]
+    q: Tensor, q_thw: Grid, k_thw: Grid, tables: Mapping[int, Tensor]
 ) -> Tensor:
     """Return the attention bias: the sum over axes of `q` times the vector of the distance.
 
     Its shape is `(B, heads, prod(q_thw), prod(k_thw))` for queries `(B, heads, prod(q_thw), C)`.
-    If the grids of queries and keys differ, distances are in steps of the finer grid. `tables` has
-    None or vectors `(distances, C)` for each of the axes T, H and W. A table is interpolated
-    linearly to `2 * longer side - 1` distances.
+    If the grids of queries and keys differ, distances are in steps of the finer grid. `tables`
+    maps some of the axes T, H and W (0, 1 and 2) to vectors `(distances, C)`. A table is
+    interpolated linearly to `2 * longer side - 1` distances.
     """
     q = q.unflatten(2, q_thw)
     bias = q.new_zeros(1)
-    for axis, table in enumerate(tables):
-        if table is None:
-            continue
+    for axis, table in tables.items():
         vectors = _vectors(table, q_thw[axis], k_thw[axis])
         letter = "thw"[axis]
         products = torch.einsum(f"bnthwc,{letter}kc->bnthwk", q, vectors)
@@ -155,14 +153,14 @@ class MultiScaleAttention(nn.Module):
             pooled = (self.q, q), (self.k, k), (self.v, v)
             q, k, v = (split_heads(linear(merge_heads(y)), heads) for linear, y in pooled)
 
-        tables = [getattr(self, f"rel_pos_{axis}") for axis in "thw"]
-        relative = any(table is not None for table in tables)
+        positions = enumerate((self.rel_pos_t, self.rel_pos_h, self.rel_pos_w))
+        tables: Any = {axis: table for axis, table in positions if table is not None}
         # With a mask, scaled_dot_product_attention chooses its kernel by whether gradients are
         # needed, so that a recomputation would differ from the first pass. In a trace, fvcore does
         # not count the operations of the fused kernel.
-        if relative or torch.jit.is_tracing():
+        if tables or torch.jit.is_tracing():
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-            if relative:
+            if tables:
                 scores = scores + relative_position_bias(q, q_thw, k_thw, tables)
             y = scores.softmax(dim=-1) @ v
         else:

@@ -298,7 +298,7 @@ def test_batch_norms_normalize_the_last_axis(make: Any, splits: int, shape: Any)
 def test_relative_positions_are_resized_to_another_grid() -> None:
     table = torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None]  # distances of 3 positions
     q = torch.ones(1, 1, 6, 1, dtype=torch.float64)
-    bias = layers.relative_position_bias(q, (1, 1, 6), (1, 1, 6), (None, None, table))
+    bias = layers.relative_position_bias(q, (1, 1, 6), (1, 1, 6), {2: table})
     assert (bias[0, 0].diff(dim=0) >= 0).all()
     assert bias.min() == -1
     assert bias.max() == 1
