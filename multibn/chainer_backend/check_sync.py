@@ -12,7 +12,7 @@ from multibn.engine.consistency import check_equal, common_group
 
 
 def participants(model: chainer.Link, comm: CommunicatorLike, /) -> Communicator:
-    """Return the communicator of `comm`, with the default of `check_sync`. Not collective."""
+    """Return `comm` as a Communicator; None means the default of `check_sync`. Not collective."""
     if comm is not None:
         return as_communicator(comm)
     groups = {path: link.layer_communicator.communicator for path, link in _multi_node(model)}
@@ -33,9 +33,9 @@ def check_sync(
         The model. Its parameters and persistent values (arrays, numbers, strings, and sequences of
         these) are compared by name, for example `"/bn/avg_mean"`.
     comm
-        The ranks to compare: anything that `multibn.as_communicator` accepts. Default: the group of
-        all multi-node links of the model, `multibn.SingleProcess()` included, or the parent of a
-        `multibn.Group`; if the model has no such link, torch's default process group.
+        The ranks to compare: anything that `multibn.as_communicator` accepts. Default: the group
+        that all multi-node links of the model share, which may be `multibn.SingleProcess()` (of a
+        `multibn.Group`, its parent); if there is no such link, torch's default process group.
     ignore
         A pattern of names to leave out, or several: `["*/avg_*"]` for batch normalization that
         does not share statistics.

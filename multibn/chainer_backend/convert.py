@@ -55,8 +55,8 @@ def create_mnbn_model(
         One warning lists the links that are copied without conversion, by reason. Either their
         class overrides more than the constructor (L.BatchRenormalization), or it has moving
         averages but is not an L.BatchNormalization (ChainerMN's link, conditional normalization of
-        GANs). Others say that the model has no link to convert, or list links that are already
-        synchronized with different options.
+        GANs). Other warnings say that the model has no link to convert, or list links that are
+        already synchronized with different options.
 
     Examples
     --------
@@ -93,8 +93,8 @@ def create_mnbn_model(
             obstacles[path] = f"{type(child).__module__}.{type(child).__qualname__}: {why}"
         else:
             norms.append(child)
-    unlike = {path: different for path, different in synchronized.items() if different}
-    warn(list_obstacles(unlike, "link(s) are synchronized already and keep their own options"))
+    notes = {path: texts for path, texts in synchronized.items() if texts}
+    warn(list_obstacles(notes, "link(s) are synchronized already and keep their own options"))
     consequence = "link(s) could not be converted, statistics will not be synchronized"
     message = list_obstacles(obstacles, consequence)
     if not (obstacles or norms):
@@ -103,7 +103,7 @@ def create_mnbn_model(
     warn_or_raise(message, strict)
     check_sizes("link", norms)
     for old in norms:
-        # The old link's parameters, if there are any, come with its attributes.
+        # The old link's parameters, if there are any, are copied with its attributes.
         kept: Any = {"decay": old.decay, "eps": old.eps, "axis": old.axis}
         new = make(old.avg_mean.shape, **kept, use_gamma=False, use_beta=False)
         memo[id(old)] = new
@@ -112,7 +112,7 @@ def create_mnbn_model(
 
 
 def check_sizes(name: str, links: Iterable[Any]) -> None:
-    """Raise ValueError if a link in the argument `name` has no size before its first input."""
+    """Raise ValueError if one of the `links`, from the argument `name`, has no size yet."""
     if any(link.avg_mean is None for link in links):
         raise ValueError(
             f"a batch normalization link in `{name}` is not initialized (size=None). Call the "
@@ -121,7 +121,7 @@ def check_sizes(name: str, links: Iterable[Any]) -> None:
 
 
 def find_unsupported_norms(model: chainer.Link) -> dict[str, str]:
-    """Return why links with moving averages are not L.BatchNormalization, by path."""
+    """Return the types of links that have moving averages but are no L.BatchNormalization."""
     kinds = MultiNodeBatchNormalization, L.BatchNormalization
     return {
         path: f"{type(link).__module__}.{type(link).__qualname__}: not an L.BatchNormalization"

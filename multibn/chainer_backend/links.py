@@ -189,7 +189,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             _layer_communicators[self].refresh_options()
 
     def check_options(self) -> None:
-        """Raise TypeError or ValueError if an option, perhaps assigned later, is invalid."""
+        """Raise TypeError or ValueError if an option is invalid; users may assign options later."""
         LinkOptions.of(self).check()
 
     @property
@@ -215,7 +215,7 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     @comm.setter
     def comm(self, comm: CommunicatorLike) -> None:
-        # Only ChainerMN communicators have backends: after None, the next one needs the name.
+        # None has no backend. Keep the name for a ChainerMN communicator that is assigned later.
         backend = "auto" if comm is None else self._communication_backend
         self._communicator = _communicator_of(comm, backend)
         _layer_communicators.pop(self, None)
@@ -298,12 +298,12 @@ class MultiNodeBatchNormalization(chainer.Link):
         if self in step_accumulators:
             running = step_accumulators[self] or StepAccumulator(self.avg_mean)
             step_accumulators[self], running.running = running, own
-        if not chainer.config.in_recomputing:  # by F.forget
+        if not chainer.config.in_recomputing:  # True in the second pass of F.forget
             args = args._replace(running=running)
         arrays = [getattr(args, name) for name in plan.given]
         (y,) = functions.BatchNormalization(plan, args).apply(arrays)
         if finetune and running is own:
-            self.count(own)
+            self.store_count(own)
         return y
 
     def _evaluate(self, args: NormArgs) -> chainer.Variable:
@@ -319,7 +319,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         """Set `N` to 0. Call this method before every fine-tuning except the first."""
         self.N = 0
 
-    def count(self, running: Running) -> None:
+    def store_count(self, running: Running) -> None:
         """Set `N` to the number of batches that have updated `running`."""
         if running.num_batches is not None:
             self.N = int(running.num_batches)  # synchronizes with a GPU: npz files need an int

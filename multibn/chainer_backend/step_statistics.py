@@ -55,4 +55,4 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
             # Look up the arrays again: they may have been replaced.
             running = accumulator.running._replace(mean=link.avg_mean, var=link.avg_var)
             update_running(running, *accumulator.compute())
-            link.count(running)
+            link.store_count(running)

@@ -21,13 +21,13 @@ from multibn.torch_backend.layer.sub_batch_norm import SubBatchNormPart
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts with which torch.utils.checkpoint counts each batch once, as `context_fn`.
+    """Return contexts for torch.utils.checkpoint's `context_fn`, so that each batch counts once.
 
     `checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)` returns the same
     as `function(x)`, bit for bit. All batch norms inside update their running statistics once.
     Layers of multibn communicate once forward and once backward; nn.SyncBatchNorm communicates
-    again in the recomputation. torch rejects `context_fn` with `use_reentrant=True`: all layers
-    then update and communicate twice.
+    again in the recomputation. torch rejects `context_fn` with `use_reentrant=True`, where all
+    layers update and communicate twice.
 
     Examples
     --------

@@ -34,7 +34,7 @@ How: TypeAlias = Literal["broadcast", "pool"]
 
 
 def participants(model: nn.Module, process_group: CommunicatorLike, /) -> Communicator:
-    """Return the ranks of `process_group`, or its default as in `check_sync`. Not collective."""
+    """Return `process_group` as a Communicator, None as in `check_sync`. Not collective."""
     if process_group is not None:
         return as_communicator(process_group)
     groups: dict[str, Communicator] = {}
@@ -67,7 +67,7 @@ def check_sync(
         The ranks to compare, anything that `multibn.as_communicator` takes. Default: the ranks of a
         DistributedDataParallel in the model; else the group that was given to all synchronized
         layers, including `multibn.SingleProcess()`; else torch's default process group. For a
-        `multibn.Group`, its parent is used. Split layers without a `process_group` are ignored.
+        `multibn.Group`, its parent is used. Sub-batch norms without a group are ignored.
     ignore
         One or several patterns of names to leave out: `["*.running_*", "*.num_batches_tracked"]`
         for batch norms that do not share statistics.
@@ -143,14 +143,14 @@ def sync_running_stats(
         The ranks whose statistics become equal, as in `check_sync`.
     how
         `"broadcast"` copies rank 0's statistics and counters `num_batches_tracked`. `"pool"` gives
-        the statistics of all ranks' data, provided that all ranks had equally much. The mean is the
+        the statistics of all ranks' data, if all ranks have equal amounts of data. The mean is the
         mean of the means. The variance is the mean of the variances plus the biased variance of the
         means; for an instance norm, the mean of the variances alone. Counters do not change.
 
     Raises
     ------
     ValueError
-        If `how` is neither of these; for `process_group` as `check_sync`.
+        If `how` is neither of the two; for `process_group` as `check_sync`.
     FloatingPointError
         On all ranks, if a statistic to broadcast or pool is NaN or infinite, or a variance is
         negative.
@@ -183,7 +183,7 @@ def sync_running_stats(
             names = [name for name, m in layers.items() for _ in range(m.running_mean.numel())]
             where = describe_ranks(summed[first : first + 1].tolist(), size)
             raise FloatingPointError(
-                "running statistics must be finite, and variances not negative: got other values "
+                "running statistics must be finite, and variances not negative: got invalid values "
                 f"in {display_name(names[first] or 'the layer')} on {where}. Restore them from a "
                 "checkpoint, or recompute them with update_bn_stats."
             )
@@ -217,7 +217,7 @@ def average_gradients(
 ) -> None:
     """Replace each parameter's gradient by its mean over the ranks.
 
-    Replaces DistributedDataParallel with any communicator, for example MPI without
+    Use it instead of DistributedDataParallel, with any communicator, for example MPI without
     torch.distributed. Call this function between backward() and the optimizer's step.
     Collective: every rank must call it with the same parameters. One allreduce for each dtype and
     device, and a small one that compares the ranks' parameters.
@@ -278,7 +278,7 @@ def average_gradients(
         )
     communicator = participants(model, process_group)
     facts = {name: _facts(p) for name, p in named.items()}
-    # Without the names, which may differ: one rank's model may have a wrapper.
+    # The names are not compared: one rank's model may be wrapped.
     is_equal, _ = all_ranks_agree(communicator, "average_gradients", repr([*facts.values()]))
     if not is_equal:
         raise RuntimeError(
@@ -290,12 +290,12 @@ def average_gradients(
     for p in named.values():
         if p.requires_grad:
             by_kind[_grad_dtype(p), p.device].append(p)
-    for (dtype, _), group in by_kind.items():
-        found = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
-        gradients = flatten_dense_tensors([g.to(dtype) for g in found])
+    for (dtype, _), same_kind in by_kind.items():
+        dense = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in same_kind]
+        gradients = flatten_dense_tensors([g.to(dtype) for g in dense])
         # Divide first: the sum may overflow in float16.
         mean = at(communicator, "average_gradients").allreduce(gradients / communicator.size)
-        for p, part in zip(group, unflatten_dense_tensors(mean, group), strict=True):
+        for p, part in zip(same_kind, unflatten_dense_tensors(mean, same_kind), strict=True):
             p.grad = part
 
 

@@ -326,7 +326,7 @@ def check_statistics_that_no_data_have_are_named(world: Communicator) -> None:
         if name == "running_mean" and value == -0.2:
             tb.sync_running_stats(model, world, how)  # a mean may be negative
             continue
-        message = "running statistics must be finite, and variances not negative: got other values"
-        found = rf"{message} in layer {number} on rank\(s\) \[{guilty}\]"
+        message = "running statistics must be finite, and variances not negative: got invalid"
+        found = rf"{message} values in layer {number} on rank\(s\) \[{guilty}\]"
         with pytest.raises(FloatingPointError, match=found):
             tb.sync_running_stats(model, world, how)
