@@ -4,7 +4,6 @@ from typing import Any
 
 import chainer
 import numpy as np
-import pytest
 from chainer import functions as F
 
 from multibn import SingleProcess
@@ -107,14 +106,3 @@ def test_a_step_of_masked_micro_batches_equals_one_batch() -> None:
             link(x, lengths=lengths)
     expected(np.concatenate([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
     assert relative_error(link.avg_var, expected.avg_var) < 1e-12
-
-
-def test_a_mask_that_leaves_nothing_is_an_error_on_all_ranks() -> None:
-    def train(communicator: ThreadCommunicator) -> None:
-        link = link_of(communicator)
-        link(np.zeros((0, C, STEPS)), mask=np.zeros((0, STEPS), bool))  # nothing to leave out
-        assert not link.avg_mean.any()
-        with pytest.raises(ValueError, match="excludes every element of the batch on all 2"):
-            link_of(communicator)(np.zeros((4, C, STEPS)), mask=np.zeros((4, STEPS), bool))
-
-    run_ranks(2, train)

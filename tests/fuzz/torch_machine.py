@@ -1,6 +1,5 @@
 """A state machine of torch's layers: what it has, and its training steps. See `machines`."""
 
-import io
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from tests.fuzz.calls import Array
 from tests.fuzz.machines import Batches, Calls, Expected, flat, shape
 from tests.fuzz.operations import Operations
 from tests.fuzz.oracle import F64, Buffers, Norm
-from tests.torch_backend.steps import checkpointed
+from tests.torch_backend.steps import checkpointed, saved
 
 BUILT = {
     "SyncBatchNorm": (tb.SyncBatchNorm, (3, 4, 5)),
@@ -65,12 +64,6 @@ class Doubled(nn.Module):
 class Several:
     batches: list[Batches]
     disturbed: bool = False
-
-
-def saved(chain: Chain) -> Any:
-    torch.save(chain, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 class TorchTraining(Operations):

@@ -33,6 +33,7 @@ NUM_CLASSES = 3
 
 @functools.cache
 def naive() -> Any:
+    """ChainerMN's communicator for arrays in host memory, made once: its creation is collective."""
     import chainermn
 
     return chainermn.create_communicator("naive")

@@ -1,5 +1,6 @@
-"""A step, whose results tests of this room compare, and a call that a checkpoint runs again."""
+"""What tests of this room share: a step, a call that a checkpoint runs again, and a file."""
 
+import io
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -22,3 +23,10 @@ def step(run: Any, x: Tensor, dy: Tensor, parameters: Iterable[Tensor] | None = 
     inputs = [x.detach().requires_grad_(), *parameters]
     y = run(inputs[0])
     return [y.detach(), *torch.autograd.grad(y, inputs, dy, allow_unused=True)]
+
+
+def saved(model: Any) -> Any:
+    """The model as it comes back from a file."""
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)

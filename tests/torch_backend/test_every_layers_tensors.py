@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import copy
-import io
 import pickle
 import re
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from multibn.torch_backend.reversible import ReversibleSequence
 from tests.helpers import require
 from tests.helpers.ranks import refusal, run_ranks
 from tests.torch_backend.layer.test_modules import NESTED, nested
-from tests.torch_backend.steps import checkpointed
+from tests.torch_backend.steps import checkpointed, saved
 from tests.torch_backend.test_every_layer import (
     LAYERS,
     LOCAL,
@@ -47,15 +46,8 @@ NEEDS = "torch"
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
-    "torch.save": lambda layer: _saved(layer),
+    "torch.save": saved,
 }
-
-
-def _saved(layer: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(layer, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @every_layer

@@ -3,9 +3,7 @@
 chainermn is imported by the checks, not here: importing it initialises MPI.
 """
 
-import functools
 import pickle
-import warnings
 from typing import Any
 
 import numpy as np
@@ -17,16 +15,12 @@ from multibn.communicators.transports.chainermn import ChainerMN
 from multibn.parity.cases import CHANNELS
 from tests.harness.runs import on
 from tests.helpers import parity
+from tests.originals.checks_chainermn_trainer import known_warnings, naive
+
+import chainer  # isort: skip (multibn makes it importable)
+from chainer import functions as F  # isort: skip
 
 RUNS = on("mpiexec", 2, 3, 4, needs="chainer")
-
-
-@functools.cache
-def naive() -> Any:
-    """ChainerMN's communicator for arrays in host memory, made once: its creation is collective."""
-    import chainermn
-
-    return chainermn.create_communicator("naive")
 
 
 THEIRS: Any = {"weighting": "rank", "avg_var": "unbiased_local"}
@@ -36,7 +30,7 @@ def _peers(**options: Any) -> tuple[Any, Any]:
     """ChainerMN's link, and ours with its conventions."""
     import chainermn
 
-    with pytest.warns(FutureWarning):  # ChainerMN calls its own link experimental
+    with known_warnings():
         theirs = chainermn.links.MultiNodeBatchNormalization(CHANNELS, naive(), **options)
     ours = MultiNodeBatchNormalization(CHANNELS, naive(), **options, **THEIRS)
     return theirs, ours
@@ -47,13 +41,9 @@ def _whole_mean(xs: list[Any]) -> Any:
 
 
 def _train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
-    import chainer
-
     link.cleargrads()
     v = chainer.Variable(x)
-    with warnings.catch_warnings():
-        # ChainerMN's link still asks for its device number, which Chainer 7 deprecates.
-        warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
+    with known_warnings():
         y = link(v, **arguments)
     y.grad = dy
     y.backward()
@@ -101,14 +91,10 @@ def check_a_backend_that_does_not_fit_is_refused(world: Communicator) -> None:
 
 def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator) -> None:
     """The negative control: ours updates once."""
-    import chainer
-    from chainer import functions as F
-
     xs, _ = parity.batches("even", world.size, "float64", seed=0)
     updates = []
     for link in _peers(dtype=np.float64):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
+        with known_warnings():
             F.sum(F.forget(link, chainer.Variable(xs[world.rank])) ** 2).backward()
         updates.append(link.avg_mean / _whole_mean(xs))
     for update, expected in zip(updates, (0.19, 0.1), strict=True):

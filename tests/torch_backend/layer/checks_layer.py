@@ -1,7 +1,6 @@
 """The torch layer on real processes: collectives, copies, DistributedDataParallel, bad input."""
 
 import copy
-import io
 import os
 import pickle
 import sys
@@ -22,6 +21,7 @@ from multibn.communicators.communicator import identity
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from tests.harness.runs import on, only
 from tests.helpers import launch, require
+from tests.torch_backend.steps import saved
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
 
@@ -82,13 +82,10 @@ def check_copies_share_the_group(world: Communicator) -> None:
     group = world.split(world.rank % 2)
     model = tb.convert_sync_batchnorm(_model(), group)
     model(_input(world))
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
     copies = [
         copy.deepcopy(model),
         pickle.loads(pickle.dumps(model)),
-        torch.load(buffer, weights_only=False),
+        saved(model),
         torch.optim.swa_utils.AveragedModel(model).module,
     ]
     x = _input(world)

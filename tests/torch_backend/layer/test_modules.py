@@ -29,17 +29,6 @@ def nested() -> Tensor:
         return torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(3, 2)])
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_running_var_keeps_its_digits_on_large_planes(memory_format: torch.memory_format) -> None:
-    """torch's own is off by 1e-4 here in channels_last on CPU."""
-    x = torch.randn(2, 16, 512, 512, generator=torch.Generator().manual_seed(0))
-    x = x.to(memory_format=memory_format)
-    layer = make(16, momentum=1.0)
-    assert layer(x).is_contiguous(memory_format=memory_format)
-    exact = x.double().var((0, 2, 3))
-    assert float((layer.running_var / exact - 1).abs().max()) < 1e-6
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("tracks", [True, False])
 @pytest.mark.parametrize(
