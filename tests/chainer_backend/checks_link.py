@@ -25,7 +25,6 @@ from tests.helpers.ranks import CountingCommunicator, refusal
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
 
-
 C = 3
 
 

@@ -29,7 +29,6 @@ from tests.helpers.ranks import (
 
 LOCAL = SingleProcess()
 
-
 X = np.zeros((4, 3, 7))
 
 

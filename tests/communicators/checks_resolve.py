@@ -19,7 +19,6 @@ from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
 
-
 C = 3
 
 

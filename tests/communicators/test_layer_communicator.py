@@ -21,7 +21,6 @@ from tests.helpers.ranks import EqualRanks, ThreadCommunicator, run_ranks
 C = 3
 LENGTH = 2 * C + 2  # of a layer's numbers
 
-
 _check_equal: Any = partial(check_equal, parameters=(), statistics=())
 
 

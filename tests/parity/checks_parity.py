@@ -9,7 +9,6 @@ from tests.helpers import parity
 
 RUNS = on("torchrun mpiexec", 2, 4)
 
-
 globals().update(parity.checks())
 
 

@@ -43,7 +43,6 @@ PARTS: dict[str, Callable[[], Row]] = {
     },
 }
 
-
 # What warnings of multibn's layers in training say; conversions may leave layers as they are.
 _OF_LAYERS = (
     "has skipped a batch",

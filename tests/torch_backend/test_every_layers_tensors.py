@@ -42,7 +42,6 @@ from tests.torch_backend.test_every_layer import (
 
 NEEDS = "torch"
 
-
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
@@ -121,7 +120,6 @@ WRONG_INPUTS: list[tuple[Any, Any, str]] = [
     (np.ones((4, C, L)), TypeError, r"must be a torch\.Tensor: got ndarray"),
     (nested, TypeError, NESTED),
 ]
-
 
 NO_DENSE_TENSORS = 5  # and those after
 

@@ -22,7 +22,6 @@ from chainer import functions as F  # isort: skip
 
 RUNS = on("mpiexec", 2, 3, 4, needs="chainer")
 
-
 THEIRS: Any = {"weighting": "rank", "avg_var": "unbiased_local"}
 
 

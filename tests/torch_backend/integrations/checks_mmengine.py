@@ -40,7 +40,6 @@ with frameworks_warnings():
     from mmengine.registry import MODELS
     from mmengine.runner import Runner
 
-
 SAMPLES = 20
 BATCH_SIZE = 3
 

@@ -36,7 +36,6 @@ LAYOUTS = {
     "expanded": lambda x: x[..., :1].expand(x.shape),
 }
 
-
 make: Any = SubBatchNorm3d
 
 

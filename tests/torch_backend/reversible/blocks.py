@@ -14,7 +14,6 @@ from multibn.torch_backend.reversible.sequence import Mode
 
 MODES: tuple[Mode, ...] = ("stored", "reversible")
 
-
 Pair: TypeAlias = tuple[nn.Module, nn.Module]
 Make: TypeAlias = Callable[[], nn.Module]
 
