@@ -1,9 +1,7 @@
 """The torch layer on real processes: collectives, copies, DistributedDataParallel, bad input."""
 
 import copy
-import os
 import pickle
-import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import multibn
 from multibn import torch_backend as tb
 from multibn.communicators import Communicator, Group, SingleProcess
 from multibn.communicators.communicator import identity
 from multibn.communicators.transports.torch_distributed import TorchDistributed
-from tests.harness.runs import on, only
+from tests.harness.runs import on
 from tests.helpers import launch, require
 from tests.torch_backend.steps import saved
 
@@ -39,42 +36,6 @@ def _input(world: Communicator, n: int = 4, *shape: int) -> torch.Tensor:
 
 
 _layer: Any = tb.SyncBatchNorm
-
-
-def _frames(function: Any) -> tuple[int, int]:
-    """How many calls of functions of the package, and of all, `function` makes in this thread."""
-    package, files = os.path.dirname(multibn.__file__) + os.sep, []
-
-    def profile(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            files.append(frame.f_code.co_filename)
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    ours = sum(file.startswith(package) for file in files)
-    return ours, ours + sum("/torch/" in file for file in files)
-
-
-@only(needs=("core",))
-def check_a_warm_step_makes_few_calls(world: Communicator) -> None:
-    """A warm step of a dense tensor is short: small layers spend their time in Python."""
-    x, dy = _input(world, 4, 16, 8, 8).requires_grad_(), torch.ones(4, 16, 8, 8)
-    found: list[list[int]] = []
-    for group in (world, world.split(world.rank)):
-        layer, steps = _layer(16, process_group=group), []
-        for _ in range(6):
-            ys: list[torch.Tensor] = []
-            forward = _frames(lambda ys=ys, layer=layer: ys.append(layer(x)))
-            backward = _frames(lambda ys=ys: ys[0].backward(dy))
-            of_a_sum = _frames(layer(x).sum().backward)  # of stride 0, and copied once
-            steps.append((forward[0], backward[0], of_a_sum[0], forward[1] + backward[1]))
-        # A rank that waits long looks after the others: these are frames, too.
-        found.append(list(map(min, zip(*steps, strict=True))))
-    most = 16 + 2, 12 + 2, 17 + 2, 60  # two more where the others come late in all steps
-    assert all(n <= m for calls in found for n, m in zip(calls, most, strict=True)), found
 
 
 def check_copies_share_the_group(world: Communicator) -> None:
