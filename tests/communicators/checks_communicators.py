@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from multibn import wire
+from multibn import torch_backend, wire
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.exit import watched_channels
 from multibn.communicators.layer_communicator import reject_input
+from multibn.communicators.transports import mpi, torch_distributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.communicators.watchdog import SECONDS_UNTIL_STATUS
 from multibn.engine import consistency
 from tests.communicators import conformance
@@ -24,11 +29,7 @@ from tests.communicators.transports import standin_cupy
 from tests.harness.runs import on, only
 from tests.helpers import require
 
-RUNS = on("torchrun mpiexec", 1, 2, 3, 4)
-
-
-def _under_torchrun(world: Communicator) -> bool:
-    return type(world).__name__ == "TorchDistributed"
+RUNS = on("torchrun mpiexec", 1, 2, 3, 4, needs="torch")
 
 
 def check_every_transport_conforms(world: Communicator) -> None:
@@ -55,20 +56,12 @@ def check_interruptions_and_forks_are_named(world: Communicator) -> None:
 
 
 def _of_each_transport(world: Communicator) -> Iterator[Any]:
-    if _under_torchrun(world):
-        import torch.distributed as dist
-
-        from multibn.communicators.transports.torch_distributed import TorchDistributed
-
+    if isinstance(world, TorchDistributed):
         for _ in _with_and_without_shared_memory():
             yield TorchDistributed(dist.new_group())
         yield TorchDistributed(_of_another_backend(world.size))
         return
-    from mpi4py import MPI as mpi
-
-    from multibn.communicators.transports.mpi import MPI
-
-    yield MPI(new_group(world))
+    yield mpi.MPI(new_group(world))
     if require.available("chainer"):
         from multibn.chainer_backend import compat
         from multibn.communicators.transports.chainermn import ChainerMN
@@ -76,7 +69,7 @@ def _of_each_transport(world: Communicator) -> Iterator[Any]:
         compat.make_importable()
         import chainermn
 
-        yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()))
+        yield ChainerMN(chainermn.create_communicator("naive", new_group(world)))
 
 
 def _with_and_without_shared_memory() -> Iterator[None]:
@@ -102,8 +95,6 @@ def check_shared_memory_is_for_small_arrays(world: Communicator) -> None:
 
 def _of_another_backend(size: int) -> Any:
     """A group over a backend of which multibn knows nothing."""
-    import torch.distributed as dist
-
     name = "another"
     if name.upper() not in dir(dist.Backend):
         gloo: Any = dist.ProcessGroupGloo
@@ -113,12 +104,9 @@ def _of_another_backend(size: int) -> Any:
     return dist.new_group(list(range(size)), backend=name)
 
 
-@only(sizes=(2,), needs=("torch",))  # the answers do not depend on the number of ranks
+@only(sizes=(2,))  # the answers do not depend on the number of ranks
 def check_gpu_tensors_go_through_the_channel(world: Communicator) -> None:
     """No GPU is needed to see the way over gloo and MPI."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     transport: Any = world
     with FakeTensorMode():
         on_gpu = torch.empty(3, device="cuda")
@@ -152,9 +140,7 @@ def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -
 
 def check_native_objects_are_recognised(world: Communicator) -> None:
     ones = np.ones(2)
-    if _under_torchrun(world):
-        import torch.distributed as dist
-
+    if isinstance(world, TorchDistributed):
         mesh = dist.init_device_mesh("cpu", (1, world.size), mesh_dim_names=("a", "b"))
         natives: list[Any] = [dist.group.WORLD, mesh["b"]]
         with pytest.raises(RuntimeError, match="DeviceMesh have 2 dimensions"):
@@ -214,9 +200,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             phase = Phase(communicator, f"bn{C}")
             phase.allreduce(np.ones(2 * C + 2))
         channel = communicator.channel
-        if _under_torchrun(world):
-            import torch.distributed as dist
-
+        if isinstance(world, TorchDistributed):
             name = f"multibn/{communicator.group.group_name}/"
             dist.destroy_process_group(communicator.group)
             world.allreduce(np.ones(1))  # the last rank to let go deletes the keys
@@ -241,8 +225,6 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
 @only("torchrun", sizes=(2, 3, 4))
 def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
     """Ranks that wait for a message miss it at once, and not after a deadline."""
-    import torch.distributed as dist
-
     communicator = fresh(world)
     communicator.allreduce(np.ones(1))
     if world.rank == 1:
@@ -327,9 +309,7 @@ def check_a_refused_input_is_told_in_any_message(world: Communicator) -> None:
 
 
 def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
-    if _under_torchrun(world):
-        import torch.distributed as dist
-
+    if isinstance(world, TorchDistributed):
         group = dist.new_group([0])
     else:
         from mpi4py import MPI
@@ -344,13 +324,9 @@ def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
 
 def check_a_pickle_of_a_larger_world_or_of_other_ranks_is_refused(world: Communicator) -> None:
     """MPI and torch hear nothing of ranks that they do not have."""
-    from multibn.communicators.transports import mpi
-
     restore: Any = mpi._restore
     where = "MPI.COMM_WORLD"
-    if _under_torchrun(world):
-        from multibn.communicators.transports import torch_distributed
-
+    if isinstance(world, TorchDistributed):
         restore, where = torch_distributed.restore, "torch.distributed"
     others = [(r,) for r in range(world.size) if r != world.rank]
     for ranks in ((world.size,), (world.rank, world.size), *others):
@@ -360,12 +336,8 @@ def check_a_pickle_of_a_larger_world_or_of_other_ranks_is_refused(world: Communi
             restored.allreduce(np.ones(1))
 
 
-@only(sizes=(2,), needs=("torch",))
+@only(sizes=(2,))
 def check_the_sums_of_functions_have_their_names(world: Communicator) -> None:
-    import torch
-
-    from multibn import torch_backend
-
     model = torch_backend.SyncBatchNorm(2, process_group=world)
     channel = world.channel  # type: ignore[attr-defined]
     options: Any = {"data_loader": [torch.randn(4, 2)], "process_group": world}
