@@ -20,8 +20,14 @@ import pytest
 import torch
 from torch import nn
 
-from multibn import torch_backend
+from multibn import Group, as_communicator, checkpoint
+from multibn import torch_backend as tb
 from multibn._typing import Nonfinite, RunningVar, Weighting
+from multibn.communicators.transports.chainermn import select_backend
+from multibn.communicators.transports.mpi import MPI
+from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.torch_backend import reversible as rev
+from multibn.torch_backend.layer.base import SyncNormBase
 from tests.helpers import require
 from tests.helpers.spread import REFUSED
 
@@ -126,9 +132,6 @@ def _with(function: Call, **makers: Callable[[], Any]) -> Call:
 
 
 def _torch() -> dict[Call, Call]:
-    from multibn import torch_backend as tb
-    from multibn.torch_backend.layer.base import SyncNormBase
-
     x = torch.randn(4, 3)
 
     def converted() -> Any:
@@ -170,8 +173,6 @@ def _trainers() -> dict[Call, Call]:
 
 
 def _reversible() -> dict[Call, Call]:
-    from multibn.torch_backend import reversible as rev
-
     blocks: Any = [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
     small = rev.RevMViTConfig(depth=1, embed_dim=16)
     return {
@@ -212,11 +213,6 @@ def _chainer() -> dict[Call, Call]:
 
 
 def _engine() -> dict[Call, Call]:
-    from multibn import Group, as_communicator, checkpoint
-    from multibn.communicators.transports.chainermn import select_backend
-    from multibn.communicators.transports.mpi import MPI
-    from multibn.communicators.transports.torch_distributed import TorchDistributed
-
     state = {"bn/avg_mean": np.zeros(2), "bn/avg_var": np.ones(2)}
     torchs = {"bn.running_mean": np.zeros(2), "bn.running_var": np.ones(2)}
 
@@ -274,7 +270,7 @@ def _wrong(built: Any) -> Iterator[tuple[str, Any, str]]:
     parameters = dict(inspect.signature(built).parameters)
     for name in HANDED_ON.keys() & parameters.keys():
         del parameters[name]
-        taker = getattr(torch_backend, HANDED_ON[name])
+        taker = getattr(tb, HANDED_ON[name])
         parameters = {**inspect.signature(taker).parameters, **parameters}
     for name, own in parameters.items():
         is_bool = own.annotation in (bool, bool | None)
@@ -311,8 +307,6 @@ def test_wrong_arguments_are_refused_when_built(room: Callable[[], dict[Call, Ca
 
 def _options_later() -> Iterator[tuple[Callable[[], Any], Any, Any, dict[str, str]]]:
     """Layers with an input; the attribute that each option has."""
-    from multibn.torch_backend.layer.base import SyncNormBase
-
     for built, call in _calls(_torch).items():
         if isinstance(built, type) and issubclass(built, SyncNormBase):
             names = {n: built.Options.attributes.get(n, n) for n in vars(built.Options())}
@@ -355,7 +349,7 @@ def test_an_option_that_is_set_later_is_refused_by_the_next_call() -> None:
 def test_a_text_is_no_flag() -> None:
     no: Any = "no"
     with pytest.raises(TypeError, match=r"`fuse_relu` must be a bool: got 'no' of type str\.$"):
-        torch_backend.SyncBatchNorm(3, fuse_relu=no)
+        tb.SyncBatchNorm(3, fuse_relu=no)
     one: Any = 1  # as torch's layers take it
     true: Any = np.True_
-    assert torch_backend.SyncBatchNorm(3, affine=one, fuse_relu=true).weight is not None
+    assert tb.SyncBatchNorm(3, affine=one, fuse_relu=true).weight is not None

@@ -17,13 +17,15 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from multibn import torch_backend
+from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization
 from multibn.communicators import Communicator
 from tests.communicators.phases import new_group
 from tests.harness.runs import on, only
-from tests.helpers import require
 from tests.helpers.spread import OTHERS
 
-RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
+import chainer  # isort: skip (multibn makes it importable)
+
+RUNS = on("torchrun mpiexec", 2, 3, needs="torch chainer")
 
 
 def _network(world: Communicator) -> nn.Module:
@@ -74,27 +76,19 @@ def check_a_copy_has_its_originals_place_in_any_model(world: Communicator) -> No
     """The layer is copied on one rank alone, and called without a model or in another one."""
     for make in _COPIES.values():
         for start in range(3):
-            layer: Any = torch_backend.SyncBatchNorm(2, momentum=1.0, process_group=world)
-            ways: Any = [lambda layer: layer, nn.Sequential, lambda layer: _nested(nn, layer)]
-            x = torch.arange(8.0).reshape(4, 2) + world.rank
-            _call_in_unlike_models(world, layer, make, ways[start:] + ways[:start], x)
-            if require.available("chainer"):
-                _call_links_in_unlike_models(world, make, start)
+            layers: list[tuple[Any, Any]] = [
+                (nn, torch_backend.SyncBatchNorm(2, momentum=1.0, process_group=world)),
+                (chainer, MultiNodeBatchNormalization(2, world, decay=0.0)),
+            ]
+            for library, layer in layers:
+                ways = [lambda layer: layer, library.Sequential, partial(_nested, library)]
+                x: Any = np.arange(8, dtype="f").reshape(4, 2) + world.rank
+                x = torch.tensor(x) if library is nn else x
+                _call_in_unlike_models(world, layer, make, ways[start:] + ways[:start], x)
 
 
 def _nested(library: Any, layer: Any) -> Any:
     return library.Sequential(library.Sequential(layer))
-
-
-def _call_links_in_unlike_models(world: Communicator, make: Any, start: int) -> None:
-    import chainer
-
-    from multibn.chainer_backend import MultiNodeBatchNormalization
-
-    link = MultiNodeBatchNormalization(2, world, decay=0.0)
-    ways: Any = [lambda link: link, chainer.Sequential, lambda link: _nested(chainer, link)]
-    x = np.arange(8, dtype="f").reshape(4, 2) + world.rank
-    _call_in_unlike_models(world, link, make, ways[start:] + ways[:start], x)
 
 
 def _call_in_unlike_models(
@@ -139,14 +133,10 @@ def check_layers_are_built_in_any_order(world: Communicator) -> None:
     assert np.isfinite(again)
     assert {name.layer_communicator.name for name in norms.values()} == {*keys}
     assert shared.layer_communicator.name == "day"
-    if require.available("chainer"):
-        _expect_links_in_any_order(world, keys)
 
 
-def _expect_links_in_any_order(world: Communicator, keys: Sequence[str]) -> None:
-    import chainer
-
-    from multibn.chainer_backend import MultiNodeBatchNormalization
+def check_links_are_built_in_any_order(world: Communicator) -> None:
+    keys = ("day", "dusk", "night")[:: 1 if world.rank == 1 else -1]
 
     class Chain(chainer.Chain):
         def forward(self, x: Any) -> list[Any]:
@@ -191,8 +181,6 @@ def check_one_rank_may_wrap_its_blocks(world: Communicator) -> None:
 
 
 def _trained_link(group: Communicator) -> object:
-    from multibn.chainer_backend import MultiNodeBatchNormalization
-
     link = MultiNodeBatchNormalization(2, group)
     link(np.arange(8, dtype="f").reshape(4, 2))
     return link
@@ -206,7 +194,7 @@ def _trained_layer(group: Communicator) -> object:
 
 def check_nothing_lives_on_of_layers_over_some_ranks(world: Communicator) -> None:
     alive: list[Any] = []
-    for trained in (_trained_layer, _trained_link)[: 1 + require.available("chainer")]:
+    for trained in (_trained_layer, _trained_link):
         for left_out in (0, world.size - 1):
             group = world.split(world.rank == left_out)
             if world.rank != left_out:
@@ -262,10 +250,6 @@ def check_an_option_set_later_on_one_rank_is_an_error_on_all(world: Communicator
 def check_an_option_that_links_get_later_on_one_rank_is_an_error_on_all(
     world: Communicator,
 ) -> None:
-    if not require.available("chainer"):
-        return
-    from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization
-
     x = np.random.default_rng(0).normal(size=(4, 2)).astype("f")
     later = {"decay": 0.5, "avg_var": "biased", "use_gamma": None, "use_beta": None}
     later |= {"axis": (0,), "dtype": np.dtype("f2")}

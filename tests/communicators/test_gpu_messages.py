@@ -11,16 +11,20 @@ from weakref import ref
 
 import numpy as np
 import pytest
+import torch
 
 from multibn import SingleProcess, wire
 from multibn.communicators.deferred_checks import begin_copy, is_captured, on_stream
 from multibn.communicators.layer_communicator import reject_input
 from multibn.communicators.transports.chainermn import ChainerMN, sum_by_nccl
+from multibn.communicators.transports.torch_distributed import _Transport
 from multibn.engine.consistency import check_equal
 from tests.communicators.phases import Phase, errors_of
 from tests.communicators.transports import standin_cupy
 from tests.helpers import require
 from tests.helpers.ranks import EqualRanks, ThreadCommunicator, run_ranks
+
+NEEDS = "torch"
 
 C = 3
 LENGTH = 2 * C + 2  # of a layer's numbers
@@ -169,8 +173,6 @@ def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(ones: Any) -> No
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes tensors that say they are on a GPU, with stand-ins for torch's events and streams."""
-    require.need("torch")
-    import torch
 
     class OnGPU(torch.Tensor):
         is_cuda = True
@@ -217,8 +219,6 @@ def test_a_layer_may_move_to_another_gpu_and_train_after_inference(on_gpu: Any) 
 
     Torch refuses to write to a tensor that was made in inference mode.
     """
-    import torch
-
     unused: Any = {}
     for gpu, inference in ((0, True), (1, False), (0, False)):
         with torch.inference_mode(inference):
@@ -231,8 +231,6 @@ def test_a_layer_may_move_to_another_gpu_and_train_after_inference(on_gpu: Any) 
 def test_a_capture_on_the_gpu_of_the_message_takes_no_copy(
     on_gpu: Any, captured: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     current = [0]
 
     @contextlib.contextmanager
@@ -251,8 +249,6 @@ def test_messages_of_another_stream_are_read_in_that_stream(
     on_gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The current stream need not wait for it."""
-    import torch
-
     entered: list[Any] = []
 
     @contextlib.contextmanager
@@ -273,10 +269,6 @@ def test_first_messages_are_summed_on_the_gpu_of_the_activation(
     on_gpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank's current GPU is the first of its machine where nobody calls set_device."""
-    import torch
-
-    from multibn.communicators.transports.torch_distributed import _Transport
-
     current = [0]
 
     @contextlib.contextmanager

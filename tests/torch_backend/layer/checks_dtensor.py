@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -357,8 +358,6 @@ class _Scale(nn.Module):
 
 def check_fsdp_trains_images_in_parts_like_one_process(world: Communicator) -> None:
     """FSDP2 over one dimension, the width of the images over the other: as one process trains."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = _mesh(2, 2)
     parts = [_Scale(), nn.BatchNorm2d(4), nn.ReLU(), _Scale(), nn.BatchNorm2d(4)]
     whole, images = nn.Sequential(*parts).double(), torch.randn(6, 4, 3, 8).double()

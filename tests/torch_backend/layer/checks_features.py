@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from multibn import SingleProcess
 from multibn import torch_backend as tb
@@ -281,8 +282,6 @@ def _train(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @only("torchrun", sizes=(2,))
 def check_sharded_models_train_like_one_process(world: Communicator) -> None:
     """FSDP on CPU, as one process on the whole batch; FSDP2: tests/originals/checks_torch.py."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     parts = _parts(world, 4, 3, 8, 8)
     whole = _network()
     expected = torch.stack(_train(whole, torch.cat(parts)))

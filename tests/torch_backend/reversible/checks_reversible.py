@@ -8,6 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
@@ -96,8 +99,6 @@ def check_undoing_does_not_communicate(world: Communicator) -> None:
 
 @only("torchrun")
 def check_defect_13_ddp_trains_like_the_whole_batch(world: Communicator) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
     whole = _whole(world)
     options: list[dict[str, Any]] = [
         {},
@@ -119,8 +120,6 @@ def check_defect_13_ddp_trains_like_the_whole_batch(world: Communicator) -> None
 
 @only("torchrun")
 def check_gradients_accumulate_without_synchronization(world: Communicator) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
     results = []
     for mode in MODES:
         model = _model(world, mode)
@@ -138,9 +137,6 @@ def check_gradients_accumulate_without_synchronization(world: Communicator) -> N
 @only("torchrun")
 def check_fsdp_shards_whole_chains(world: Communicator) -> None:
     """Numbers are one process's on the whole batch; parts of F and G are refused, or stored."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     mesh = init_device_mesh("cpu", (world.size,))
     x = torch.randn(8, CHANNELS, 5, generator=torch.Generator().manual_seed(0)).double()
