@@ -16,10 +16,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import ASTSource
 
+from multibn import SingleProcess, kernels
+from multibn.engine.plan import NormArgs, Plan
+from multibn.kernels.triton import passes, steps, tiling
+from multibn.torch_backend.layer import autograd
 from tests.helpers import launch, require
 from tests.helpers.spread import spread
 from tests.kernels.passes import takes_int_of_an_array
+
+NEEDS = "torch triton"
 
 HERE = Path(__file__).parent
 NAMES = "triton_passes triton_steps triton_prepared test_passes test_moments test_steps"
@@ -44,7 +55,7 @@ def test_the_checks_pass_in_the_interpreter(beside: subprocess.CompletedProcess[
 
 
 def test_the_checks_pass_on_a_gpu() -> None:
-    require.need("torch", "triton", "gpu")
+    require.need("gpu")
     run = _run_checks(interpreted=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
@@ -60,11 +71,6 @@ def test_the_passes_compile_for_a_gpu(
     columns: int, kernel: str, with_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler is stricter than the interpreter, and needs no GPU."""
-    require.need("triton")
-    import triton
-
-    from multibn.kernels.triton import passes
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants: dict[str, Any] = {"ROWS": 16, "COLS": 128, "COLUMNS": columns, "VECTOR": 8}
     constants |= {"DTYPE": triton.language.float32, "RELU": True}
@@ -98,10 +104,6 @@ def test_the_steps_compile_for_a_gpu(
     parameter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`parameter` is the dtype of parameters and running statistics."""
-    require.need("triton")
-
-    from multibn.kernels.triton import steps
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wide = ["summed", "numbers", "statistics", "count", "looked_at", "found"]
     parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
@@ -136,11 +138,6 @@ def test_a_gpu_that_triton_cannot_use_takes_torchs_operations(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton makes its launcher by a C compiler: torch's operations compute without one."""
-    require.need("torch", "triton")
-    import torch
-    import triton
-
-    from multibn import kernels
 
     def target() -> Any:
         if gpu is None:
@@ -160,13 +157,6 @@ def test_a_gpu_that_triton_cannot_use_takes_torchs_operations(
 
 def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is saved for the backward pass, too."""
-    require.need("torch")
-    import torch
-
-    from multibn import SingleProcess
-    from multibn.engine.plan import NormArgs, Plan
-    from multibn.torch_backend.layer import autograd
-
     taken: list[Any] = []
 
     def forward(plan: Plan, i: Any) -> Any:
@@ -196,12 +186,6 @@ def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_programs_that_sum_have_equal_shares(dtype: str, channels_last: bool) -> None:
     """The layers are ResNet-50's, on a GPU with 132 multiprocessors; no program has empty tiles."""
-    require.need("torch", "triton")
-    import torch
-    import triton
-
-    from multibn.kernels.triton import tiling
-
     done = needed = 0
     for C, h in [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (1024, 14), (2048, 7)]:
         last = int(channels_last)
@@ -223,10 +207,6 @@ def compile_for_a_gpu(
 
     No register spills, unless there are fewer than usual.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     names = kernel.arg_names
     source = ASTSource(
         kernel,
@@ -248,9 +228,7 @@ def compile_for_a_gpu(
 
 def spilled(cubin: bytes) -> bool:
     """Whether a kernel has memory for what its registers cannot hold."""
-    from triton.backends.nvidia import driver
-
-    tool = Path(driver.__file__).parent / "bin/cuobjdump"
+    tool = Path(nvidia.__file__).parent / "bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         command = [str(tool), "--dump-resource-usage", file.name]

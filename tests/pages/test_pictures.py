@@ -9,15 +9,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
+from benchmarks import plots
+from evidence import batch_size, domains, precise, skew
+from multibn import wire
 from tests.helpers import launch
 from tests.helpers.pages import MARKDOWN
 
 NEEDS = "torch cli dev"
 
 sys.path.append(str(launch.ROOT / "examples"))
+
+import one_step  # noqa: E402
+import pictures  # noqa: E402
+import shared_axes  # noqa: E402
+import who_shares  # noqa: E402
+
 GUIDES, BENCHMARKS = launch.ROOT / "docs/guides", launch.ROOT / "benchmarks/results"
 DEMO = str(GUIDES / "demo")  # from a run of the demo
 SVG = [*GUIDES.glob("*.svg"), *BENCHMARKS.glob("*.svg")]
@@ -59,8 +70,6 @@ def _difference(one: str, other: str, sight: str) -> float:
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("theme", ["", "-dark"])
 def test_colours_can_be_told_apart(theme: str, sight: str) -> None:
-    import pictures
-
     page, colours = pictures.THEMES[theme]
     differences = {pair: _difference(*pair, sight) for pair in itertools.combinations(colours, 2)}
     assert min(differences.values()) >= APART, differences
@@ -80,14 +89,6 @@ Figures = Mapping[str, Callable[[], Any]]
 @pytest.fixture(scope="module")
 def figures() -> Figures:
     """What draws each picture, by its path."""
-    import one_step
-    import pictures
-    import shared_axes
-    import who_shares
-
-    from benchmarks import plots
-    from evidence import batch_size, domains, precise, skew
-
     drawn: dict[str, Callable[[], Any]] = {
         str(picture.PICTURE): picture.draw for picture in (who_shares, one_step, shared_axes)
     }
@@ -102,10 +103,6 @@ def figures() -> Figures:
 
 
 def test_text_is_whole_and_can_be_read_on_a_phone(figures: Figures) -> None:
-    import matplotlib
-    import pictures
-    from matplotlib.text import Text
-
     for path, draw in figures.items():
         with matplotlib.rc_context(pictures.style("")):
             figure = draw()
@@ -121,10 +118,6 @@ def test_text_is_whole_and_can_be_read_on_a_phone(figures: Figures) -> None:
 
 
 def test_the_picture_of_a_step_shows_the_lengths_of_the_messages() -> None:
-    import one_step
-
-    from multibn import wire
-
     lengths = [wire.HEAD + payload(0) for payload in (wire.forward_payload, wire.backward_payload)]
     shown = [numbers for label, numbers, _ in one_step.STEPS if label == one_step.MESSAGE]
     assert shown == [f"2C + {length} numbers" for length in lengths]
@@ -135,8 +128,6 @@ def test_the_picture_of_a_step_shows_the_lengths_of_the_messages() -> None:
 
 @pytest.mark.parametrize("theme", ["", "-dark"])
 def test_committed_pictures_have_these_colours(theme: str, figures: Figures) -> None:
-    import pictures
-
     page, colours = pictures.THEMES[theme]
     committed = {str(path.with_suffix("")) for path in SVG}
     assert committed == {f"{path}{theme}" for path in [*figures, DEMO] for theme in pictures.THEMES}
