@@ -13,8 +13,6 @@ from typing import Any
 
 from multibn._platform import importable
 from multibn._typing import Array
-from multibn.checkpoint import flax_variables
-from multibn.checkpoint.flax_variables import BATCH_STATS, PARAMS
 
 # The framework of a file, by the file's suffix.
 FRAMEWORKS = {
@@ -24,6 +22,9 @@ FRAMEWORKS = {
     ".safetensors": "torch",  # by default; flax on request
     ".msgpack": "flax",
 }
+
+# The last parts of the names in flax's collection `batch_stats`; other arrays are in `params`.
+FLAX_STATISTICS = "mean", "var"
 
 # Names that the library that writes the file uses itself.
 _RESERVED = {".npz": {"file", "allow_pickle"}, ".safetensors": {"__metadata__"}}
@@ -94,8 +95,11 @@ def read(path: Path, prefix: str, asked: str | None = None) -> dict[str, Any]:
 
 def write(path: Path, state: Mapping[str, Any], asked: str | None = None) -> None:
     """Write a temporary file, then move this file to `path` (or to the target of a symlink)."""
-    if asked == "flax" and path.suffix.lower() == ".safetensors":
-        state = flax_variables.with_collections(state)
+    if framework(path, asked) == "flax":
+        state = {
+            f"{'batch_stats' if k.rpartition('.')[2] in FLAX_STATISTICS else 'params'}.{k}": value
+            for k, value in state.items()
+        }
     if taken := sorted(_RESERVED.get(path.suffix.lower(), set()) & state.keys()):
         raise CheckpointError(
             f"{path}: {taken[0]!r} is a reserved name in {path.suffix} files. Rename this array "
@@ -264,12 +268,16 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
 
 
 def _read_flax(path: Path, prefix: str) -> dict[str, Any]:
-    is_msgpack = path.suffix.lower() == ".msgpack"
-    read_flat = flax_variables.read if is_msgpack else import_module("safetensors.numpy").load_file
-    flat = read_flat(path)
-    collections = {PARAMS, BATCH_STATS}
+    if path.suffix.lower() == ".msgpack":
+        from flax import serialization, traverse_util
+
+        tree = serialization.msgpack_restore(path.read_bytes())
+        flat = traverse_util.flatten_dict(tree, sep=".")
+    else:
+        flat = import_module("safetensors.numpy").load_file(path)
+    collections = {"params", "batch_stats"}
     tops = {key.split(".")[0] for key in flat}
-    if not prefix and PARAMS in tops and (others := sorted(tops - collections)):
+    if not prefix and "params" in tops and (others := sorted(tops - collections)):
         raise CheckpointError(
             f"contains {', '.join(map(repr, others))} in addition to the model's variables: the "
             "state of an optimizer or of random numbers is not converted. Save only the variables, "
@@ -320,7 +328,10 @@ def _serialize(state: Mapping[str, Any], suffix: str) -> bytes:
         np.savez_compressed(buffer, **state)
         return buffer.getvalue()
     if suffix == ".msgpack":
-        return flax_variables.serialize(state)
+        from flax import serialization, traverse_util
+
+        tree = traverse_util.unflatten_dict(state, sep=".")
+        return bytes(serialization.msgpack_serialize(tree))
     # torch and safetensors need native byte order, and safetensors tensors that share no memory.
     copies = {
         key: np.array(a, a.dtype.newbyteorder("="), order="C") if isinstance(a, np.ndarray)

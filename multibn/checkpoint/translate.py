@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from multibn._typing import Array, check_number
-from multibn.checkpoint import files, flax_variables
+from multibn.checkpoint import files
 from multibn.checkpoint.files import CheckpointError, format_keys
 
 # Maps old names of layers or arrays to new ones; None leaves the arrays out.
@@ -61,9 +61,9 @@ TORCH = KeyNames(
 # flax counts no batches: the last name is torch's, and is never written.
 FLAX = KeyNames(
     "flax",
-    flax_variables.SEPARATOR,
+    ".",
     ("kernel", "bias"),
-    ("scale", "bias", "mean", "var", "num_batches_tracked"),
+    ("scale", "bias", *files.FLAX_STATISTICS, "num_batches_tracked"),
 )
 KEY_NAMES = {names.framework: names for names in (CHAINER, TORCH, FLAX)}
 
@@ -319,17 +319,25 @@ def _convert_layout(
     target: KeyNames,
     transposed: bool,
 ) -> Array:
-    """Return `state[key]`, whose new name is `name`, in the layout of `target`."""
+    """Return `state[key]`, whose new name is `name`, in the layout of `target`.
+
+    torch's `(out, in, *spatial)` is flax's `(*spatial, in, out)`. The weight of a transposed
+    convolution, torch's `(in, out, *spatial)`, is flax's `(*spatial, in, out)` with flipped spatial
+    axes: torch computes the gradient of a convolution, flax convolves a dilated input.
+    """
+    import numpy as np
+
     value = state[key]
     leaf = (name if target is FLAX else key).rpartition(FLAX.separator)[2]
     if leaf != FLAX.plain[0] or value.ndim < 2:
         return value
-    if source is FLAX:
-        return flax_variables.weight(value, transposed=transposed)
     bias = state.get(key.removesuffix(source.plain[0]) + source.plain[1])
-    if bias is not None and value.ndim > 2 and bias.shape[0] != value.shape[0]:
-        transposed = True  # the weight is (in, out, *spatial)
-    return flax_variables.kernel(value, transposed=transposed)
+    if target is FLAX and bias is not None and value.ndim > 2:
+        transposed |= bias.shape[0] != value.shape[0]  # the weight is (in, out, *spatial)
+    of_flax = (-2, -1) if transposed else (-1, -2)
+    value = np.moveaxis(value, *(((0, 1), of_flax) if target is FLAX else (of_flax, (0, 1))))
+    spatial = range(value.ndim - 2) if target is FLAX else range(2, value.ndim)
+    return np.flip(value, tuple(spatial)) if transposed else value
 
 
 def _flax_notes(state: Mapping[str, Any], source: KeyNames) -> list[str]:

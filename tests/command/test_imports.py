@@ -17,7 +17,7 @@ PACKAGE = ROOT / "multibn"
 # A module imports from its own floor and from those below.
 FLOORS = """
 _typing _version _platform _warnings registry
-options checkpoint.flax_variables
+options
 _arrays checkpoint.files
 wire communicators.communicator communicators.diagnostics communicators.polling
 checkpoint communicators.watchdog communicators.exit communicators.deferred_checks
