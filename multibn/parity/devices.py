@@ -14,10 +14,8 @@ from multibn.parity.worker import Arrays, Error, _named, compare
 AXIS = "devices"
 
 
-def measure(
-    _: Any, cases: Sequence[str], size: int, over: str = "shard_map", axis_name: str | None = AXIS
-) -> list[Error]:
-    """Return the errors on `size` devices in the named `cases`; `over` is "shard_map" or "pmap"."""
+def measure(_: Any, cases: Sequence[str], size: int, axis_name: str | None = AXIS) -> list[Error]:
+    """Return the errors on `size` devices, which share statistics if they have an `axis_name`."""
     # JAX reads these variables on import: `size` CPU devices.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={size}"
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -26,12 +24,12 @@ def measure(
     errors = []
     for case in (case for case in CASES if case.name in cases):
         with jax.enable_x64(case.dtype == "float64"):
-            found = train(case, size, over, axis_name)
+            found = train(case, size, axis_name)
         errors += [e for rank, a in enumerate(found) for e in compare("flax", case, a, rank, size)]
     return errors
 
 
-def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Arrays]:
+def train(case: Case, size: int, axis_name: str | None) -> list[Arrays]:
     """Train a layer on `size` devices, and return the arrays of each device."""
     weight, bias = case.parameters()
     running = np.zeros((size, CHANNELS), weight.dtype), np.ones((size, CHANNELS), weight.dtype)
@@ -42,9 +40,9 @@ def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Array
         shape = tuple(map(max, *(x.shape for x in xs), xs[0].shape))
         has_mask = case.masked_value is not None or any(x.shape != shape for x in xs)
         x, dy, mask = (np.stack([_padded(a, shape) for a in each]) for each in (xs, dys, masks))
-        run = _program(case, decay, has_mask, size, over, axis_name)
         repeated = (np.broadcast_to(v, (size, CHANNELS)) for v in (weight, bias))
-        arrays = map(np.asarray, run(x, dy, mask, *repeated, *running))
+        arguments = x, dy, mask[:, :, None] if has_mask else None, *repeated, *running
+        arrays = map(np.asarray, _program(case, decay, size, axis_name)(*arguments))
         y, dx, dweight, dbias, *running = arrays  # type: ignore[assignment]
         means = [v.mean(0, dtype=np.float64) for v in (dweight, dbias)]
         for rank, part in enumerate(found):
@@ -59,24 +57,19 @@ def train(case: Case, size: int, over: str, axis_name: str | None) -> list[Array
 
 
 @lru_cache(4)
-def _program(
-    case: Case, decay: float, has_mask: bool, size: int, over: str, axis_name: str | None
-) -> Any:
+def _program(case: Case, decay: float, size: int, axis_name: str | None) -> Any:
     """Compile a training step on all devices."""
     import jax
 
-    run = partial(_step, case, decay, has_mask, axis_name)
-    if over == "pmap":
-        return jax.pmap(run, axis_name=AXIS)
     mesh = jax.make_mesh((size,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(AXIS)
-    row = jax.vmap(run)  # each device has a leading axis of length 1
+    row = jax.vmap(
+        partial(_step, case, decay, axis_name)
+    )  # each device has a leading axis of length 1
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
-def _step(
-    case: Case, decay: float, has_mask: bool, axis_name: str | None, *arrays: Any
-) -> tuple[Any, ...]:
+def _step(case: Case, decay: float, axis_name: str | None, *arrays: Any) -> tuple[Any, ...]:
     """Train one step on one device; return output, gradients and running statistics."""
     import jax
 
@@ -84,7 +77,7 @@ def _step(
 
     def loss(x: Any, weight: Any, bias: Any) -> Any:
         layer = _layer(case, decay, axis_name, weight, bias, *running)
-        y = layer(x, mask=mask[:, None] if has_mask else None)
+        y = layer(x, mask=mask)
         return (y.astype(weight.dtype) * dy).sum(), (y, layer.mean[...], layer.var[...])
 
     call = jax.checkpoint(loss) if case.recompute else loss

@@ -52,6 +52,7 @@ class _Model:
         names = {id(layer): name for name, layer in self.layers() if name}
 
         def record(layer: Any, y: Any) -> None:
+            y = getattr(y, "array", y.detach().numpy() if hasattr(y, "detach") else y)
             if id(layer) in names and isinstance(y, np.ndarray):
                 recorded.setdefault(names[id(layer)], y.copy())
 
@@ -79,10 +80,7 @@ class TorchModel(Torch, _Model):
     def outputs(self) -> Iterator[Arrays]:
         """Record the output of each layer's first call, by the layer's name."""
         recorded, record = self.recorder()
-
-        def hook(layer: Any, _: Any, y: Any) -> None:
-            record(layer, y.detach().numpy() if hasattr(y, "detach") else y)
-
+        hook: Any = lambda layer, _, y: record(layer, y)  # noqa: E731
         handles = [layer.register_forward_hook(hook) for _, layer in self.layers()]
         yield recorded
         for handle in handles:
@@ -127,7 +125,7 @@ class ChainerModel(Chainer, _Model):
 
         class Recorder(LinkHook):
             def forward_postprocess(self, args: Any) -> None:
-                record(args.link, getattr(args.out, "array", None))
+                record(args.link, args.out)
 
         with Recorder():
             yield recorded
