@@ -179,7 +179,7 @@ static PyObject *answer(PyObject *const *args, Py_ssize_t num, Py_ssize_t expect
     const int64_t elements = p->n1 * p->C * p->S;
     if ((p->threads = num_threads(elements)) < 0)
         return NULL;
-    p->loops = LEVELS[level].loops + call.dtype;
+    p->loops = LEVELS[level] + call.dtype;
     PyThreadState *thread = elements >= KEEP_GIL_BELOW_ELEMENTS ? PyEval_SaveThread() : NULL;
     double *memory = malloc((2 + 2 * p->parts) * p->C * sizeof(double));
     const int number = memory ? compute(&call, memory) : -1;

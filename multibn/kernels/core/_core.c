@@ -124,15 +124,25 @@ static void read_begin_backward(Call *a, PyObject *const *args)
 
 FUNCTION(begin_backward, 4)
 
+/* Run a pass with `num` coefficients; or, for compiled code, write up to four of them, as rows of an array. */
+static int finish(Call *a, int num)
+{
+    char *const rows = a->coefficients.at;
+    if (!rows)
+        return in_threads(&a->pass, num);
+    const int64_t row = a->pass.C * a->pass.loops->size;
+    num = num < 4 ? num : 4;
+    set_coefficients(&a->pass, num, (char *[]){rows, rows + row, rows + (num - 1) * row, rows + 2 * row});
+    return 0;
+}
+
 static int normalize(Call *a, double *memory)
 {
     Pass *p = &a->pass;
     p->scale = memory;
     p->shift = memory + p->C;
     output_coefficients(&a->statistics, p->C, memory, memory + p->C);
-    if (a->coefficients.at)
-        return write_coefficients(p, a->coefficients.at);
-    return in_threads(p, 3);
+    return finish(a, 3);
 }
 
 static void read_pass(Call *a, PyObject *const *args, int written)
@@ -205,9 +215,7 @@ static int finish_backward(Call *a, double *memory)
     p->shift = shift;
     p->y_scale = y_scale;
     p->y_shift = y_shift;
-    if (a->coefficients.at)
-        return write_coefficients(p, a->coefficients.at);
-    return in_threads(p, p->kind == SIGN_OF_X ? 5 : 4);
+    return finish(a, p->kind == SIGN_OF_X ? 5 : 4);
 }
 
 /* Arguments: a Gradient, the sum of all messages, dx, whether it gets coefficients instead, the residual's gradient or
@@ -249,15 +257,11 @@ static PyMethodDef functions[] = {
 
 static int execute(PyObject *module)
 {
-    const int count = num_levels();
-    PyObject *names = PyTuple_New(count), *known = Py_BuildValue("(ssss)", FIELDS[0], FIELDS[1], FIELDS[2], FIELDS[3]);
-    for (int i = 0; names && i < count; i++)
-        PyTuple_SetItem(names, i, PyUnicode_FromString(LEVELS[i].name));
-    level = count - 1;
-    const int failed = PyModule_AddObjectRef(module, "levels", names) || PyModule_AddObjectRef(module, "fields", known);
-    Py_XDECREF(names);
-    Py_XDECREF(known);
-    return failed ? -1 : 0;
+    static const char *const formats[] = {"(s)", "(ss)", "(sss)"};
+    level = num_levels() - 1;
+    PyObject *levels = Py_BuildValue(formats[level], "baseline", "avx2", "avx512");
+    PyObject *fields = Py_BuildValue("(ssss)", FIELDS[0], FIELDS[1], FIELDS[2], FIELDS[3]);
+    return PyModule_AddObject(module, "levels", levels) || PyModule_AddObject(module, "fields", fields) ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};

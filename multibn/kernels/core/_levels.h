@@ -128,14 +128,11 @@ static inline uint16_t to_float16(float f) /* ties to even */
 #include "_loops.h"
 #endif
 
-static const struct {
-    const char *name;
-    const Loops *loops; /* by dtype: float32, float64, float16, bfloat16 */
-} LEVELS[] = {
-    {"baseline", loops_of_baseline},
+static const Loops *const LEVELS[] = { /* by dtype: float32, float64, float16, bfloat16 */
+    loops_of_baseline,
 #ifdef __x86_64__
-    {"avx2", loops_of_avx2},
-    {"avx512", loops_of_avx512},
+    loops_of_avx2,
+    loops_of_avx512,
 #endif
 };
 

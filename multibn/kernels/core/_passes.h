@@ -36,6 +36,25 @@ static void set(void *array, size_t size, int64_t i, double v)
 
 static double rounded(const Loops *loops, double v) { return loops->size == sizeof(float) ? (float)v : v; }
 
+/* Write the first `num` coefficients of the channels c0:c1. The rounding error of the mean goes into the offsets. */
+static void set_coefficients(const Pass *p, int num, char *const *k)
+{
+    const size_t size = p->loops->size;
+    for (int64_t c = p->c0; c < p->c1; c++) {
+        const double centre = rounded(p->loops, p->mean[c]), rest = p->mean[c] - centre;
+        set(k[0], size, c, centre);
+        if (num > 1) {
+            set(k[1], size, c, p->scale[c]);
+            const double shift = p->shift[c] - rest * p->scale[c];
+            set(k[2], size, c, p->sums ? rounded(p->loops, shift) - p->loops->least : shift);
+        }
+        if (num > 3)
+            set(k[3], size, c, p->y_scale[c]);
+        if (num > 4)
+            set(k[4], size, c, rounded(p->loops, p->y_shift[c] - rest * p->y_scale[c]) - p->loops->least);
+    }
+}
+
 /* Memory of a pass: coefficients of channels and of columns, sums of columns, and widened blocks. */
 typedef struct {
     char *memory, *k[5], *columns[5], *buffers, *first;
@@ -76,40 +95,9 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
     w->first = next;
     w->buffers = next + 2 * column * size;
     w->masks = (uint8_t *)w->buffers + buffers * sizeof(double);
-    /* The rounding error of the mean goes into the offsets. */
-    for (int64_t c = p->c0; c < p->c1; c++) {
-        const double centre = rounded(p->loops, p->mean[c]), rest = p->mean[c] - centre;
-        set(w->k[0], size, c, centre);
-        if (num > 1) {
-            set(w->k[1], size, c, p->scale[c]);
-            const double shift = p->shift[c] - rest * p->scale[c];
-            set(w->k[2], size, c, p->out ? shift : rounded(p->loops, shift) - p->loops->least);
-        }
-        if (num > 3)
-            set(w->k[3], size, c, p->y_scale[c]);
-        if (num > 4) {
-            const double y_shift = p->y_shift[c] - rest * p->y_scale[c];
-            set(w->k[4], size, c, rounded(p->loops, y_shift) - p->loops->least);
-        }
-    }
+    set_coefficients(p, num, w->k);
     for (int i = 0; i < num; i++)
         memcpy(w->k[i] + p->C * size, w->k[i], at_most(p->C * size, 64));
-    return 0;
-}
-
-/* Write the coefficients of all channels, as in `start`, to an array with a row for each coefficient. */
-static int write_coefficients(const Pass *p, void *rows)
-{
-    const size_t size = p->loops->size;
-    const int64_t C = p->C, last = p->y_scale ? 3 : 2;
-    for (int64_t c = 0; c < C; c++) {
-        const double centre = rounded(p->loops, p->mean[c]);
-        set(rows, size, c, centre);
-        set(rows, size, C + c, p->scale[c]);
-        if (p->y_scale)
-            set(rows, size, 2 * C + c, p->y_scale[c]);
-        set(rows, size, last * C + c, p->shift[c] - (p->mean[c] - centre) * p->scale[c]);
-    }
     return 0;
 }
 
