@@ -35,6 +35,8 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+static double at_most(double a, double b) { return a < b ? a : b; }
+
 static void rest(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -113,30 +115,20 @@ static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t 
         return NULL;
     if (comes_soon(g, goal))
         Py_RETURN_TRUE;
-    double start = now(), time = start;
-    int done = 0;
-    while (!done && time < start + seconds) {
-        double end = start + seconds;
-        if (end > time + LONGEST_NAP)
-            end = time + LONGEST_NAP;
+    const double start = now(), end = start + seconds;
+    for (double time = start; time < end && !is_open(g, goal); time = now()) {
+        const double nap_end = at_most(end, time + LONGEST_NAP);
+        const double spin_end = at_most(nap_end, start + yielding);
         Py_BEGIN_ALLOW_THREADS
-        if (time < start + yielding) {
-            if (end > start + yielding)
-                end = start + yielding;
-            while (!(done = is_open(g, goal)) && time < end) {
-                sched_yield();
-                time = now();
-            }
-        } else {
-            nap(g, goal, end - time);
-            done = is_open(g, goal);
-            time = now();
-        }
+        if (time >= spin_end)
+            nap(g, goal, nap_end - time);
+        while (!is_open(g, goal) && now() < spin_end)
+            sched_yield();
         Py_END_ALLOW_THREADS
-        if (!done && PyErr_CheckSignals() < 0)
+        if (!is_open(g, goal) && PyErr_CheckSignals() < 0)
             return NULL;
     }
-    return PyBool_FromLong(done);
+    return PyBool_FromLong(is_open(g, goal));
 }
 
 /* add(to, rows, stride, num_rows, n): sums rows of n float64 numbers, `stride` bytes apart, in the
