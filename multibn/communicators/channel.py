@@ -224,11 +224,8 @@ class ChannelCommunicator(Handle, ABC):
     def channel(self) -> Channel | None:
         """The channel, or None for one process. In a forked child, the parent's, which raises."""
 
-    def allreduce(self, x: Array, /) -> Array:
-        return self.allreduce_at(x)
-
-    def allreduce_at(self, x: Array, place: str = "") -> Array:
-        """Sum as `allreduce` does; error messages name the `place` of this call."""
+    def allreduce(self, x: Array, /, place: str = "") -> Array:
+        """Sum `x` over the ranks; error messages name the `place` of this call."""
         if self.reduces_on_device(x):
             return self.allreduce_on_device(x)
         assert self.channel is not None
@@ -241,10 +238,6 @@ class ChannelCommunicator(Handle, ABC):
     def allreduce_on_device(self, x: Array, /) -> Array:
         """Sum `x` on its device if `reduces_on_device(x)`. The watchdog sets no deadline for it."""
         raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
-
-    def allreduce_in_place(self, x: Array, /) -> Array:
-        """Sum as `allreduce_on_device` does, perhaps in the memory of `x`."""
-        return self.allreduce_on_device(x)
 
 
 class _UserCommunicator(ChannelCommunicator, Transport):
@@ -343,9 +336,9 @@ def resolved(communicator: Any, /) -> Any:
 def at(communicator: Any, place: str) -> Any:
     """Return a communicator like this one, whose error messages name the `place`."""
     group = resolved(communicator)
-    if not hasattr(group, "allreduce_at"):
+    if not isinstance(group, ChannelCommunicator):
         return group
-    allreduce = partial(group.allreduce_at, place=place)
+    allreduce = partial(group.allreduce, place=place)
     return SimpleNamespace(rank=group.rank, size=group.size, allreduce=allreduce)
 
 

@@ -18,14 +18,14 @@ if not torch.cuda.is_available():
 
 
 def _on_cupy(verb: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, out: None = None) -> Any:
+        # A plan passes `out` only for torch's tensors.
         stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)
         with torch.cuda.stream(stream):
             results = verb(*_mapped(arguments, cupy.ndarray, torch.from_dlpack))
             return _mapped(results, torch.Tensor, cupy.from_dlpack)
 
-    # `out` is always None here: a plan passes it only for torch's tensors.
-    return lambda *arguments, out=None: call(*arguments)
+    return call
 
 
 def _mapped(v: Any, kind: type, convert: Callable[[Any], Any]) -> Any:

@@ -159,12 +159,11 @@ class CountingCommunicator(ChannelCommunicator):
             self._counting = _CountingChannel(inner, self)
         return self._counting
 
-    def allreduce(self, x: Array, /) -> Array:
+    def allreduce(self, x: Array, /, place: str = "") -> Array:
+        if place and self.channel is not None:
+            return super().allreduce(x, place)
         self.messages.append(prod(x.shape))
         return resolved(self.inner).allreduce(x)
-
-    def allreduce_at(self, x: Array, place: str = "") -> Array:
-        return self.allreduce(x) if self.channel is None else super().allreduce_at(x, place)
 
     def reduces_on_device(self, x: Array, /) -> bool:
         return self.channel is not None and bool(resolved(self.inner).reduces_on_device(x))
