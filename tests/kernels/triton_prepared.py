@@ -31,7 +31,7 @@ from tests.kernels.triton_steps import Twice
 
 IMAGES = 4, 8, 4, 4
 pytestmark = pytest.mark.skipif(
-    DEVICE != "cpu" and prepared.prepare_launches is None, reason="the core is missing"
+    DEVICE != "cpu" and prepared.run_launches is None, reason="the core is missing"
 )
 
 

@@ -248,7 +248,6 @@ static PyMethodDef functions[] = {
     METHOD(begin_backward),
     METHOD(finish_backward),
     METHOD(normalize),
-    METHOD(prepare_launches),
     METHOD(run_launches),
     {"use", py_use, METH_VARARGS, "Register the fields of the named tuples, the types of arrays, and torch's functions."},
     {"use_level", py_use_level, METH_O, "Use these instructions, a place in `levels`, in all threads: for tests."},

@@ -63,13 +63,8 @@ INLINE void ask_ahead(const void *values, int bytes, const int far)
             __builtin_prefetch((const char *)values + AHEAD + i);
 }
 
-typedef union {
-    float f;
-    uint32_t bits;
-} Word;
-
-static inline float as_float(uint32_t bits) { return (Word){.bits = bits}.f; }
-static inline uint32_t as_bits(float f) { return (Word){.f = f}.bits; }
+static inline float as_float(uint32_t bits) { return (union { uint32_t bits; float f; }){bits}.f; }
+static inline uint32_t as_bits(float f) { return (union { float f; uint32_t bits; }){f}.bits; }
 
 static inline float from_bfloat16(uint16_t h) { return as_float((uint32_t)h << 16); }
 

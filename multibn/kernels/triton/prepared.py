@@ -6,6 +6,8 @@ the launches of a first step, and runs them again with the addresses of later st
 differ between the steps of one plan is a slot, or makes the verbs run the step.
 """
 
+import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +26,9 @@ from multibn.kernels.triton.launch import (
 )
 
 try:
-    from multibn.kernels.core._core import prepare_launches, run_launches
+    from multibn.kernels.core._core import run_launches
 except ImportError:  # the verbs then run all steps
-    prepare_launches = None  # type: ignore[assignment]
+    run_launches = None  # type: ignore[assignment]
 
 # The kernels' parameters whose values differ between steps, in the order of their slots.
 _FORWARD = (
@@ -37,6 +39,10 @@ _BACKWARD = (
     "dy", "x", "y", "dx", "dresidual", "partials", "coefficients", "numbers", "statistics",
     "weight", "bias", "dweight", "dbias",
 )  # fmt: skip
+
+
+_MOST_PARAMETERS = 40
+_LAUNCH = f"PP4I{_MOST_PARAMETERS}q{_MOST_PARAMETERS}q"
 
 
 class _Pass(NamedTuple):
@@ -210,9 +216,9 @@ def _run_and_prepare(
 
 
 def prepare(launched: Sequence[Launched], slots: dict[str, int]) -> Any:
-    """Prepare launches for the C core; return None if it cannot run them, or is missing."""
-    rows: list[tuple[Any, ...]] = []
-    if prepare_launches is None:
+    """Pack launches for the C core; return None if it cannot run them, or is missing."""
+    packed = b""
+    if run_launches is None:
         return None
     for each in launched:
         if each.compiled is None or each.compiled.metadata.target.backend != "cuda":
@@ -230,9 +236,20 @@ def prepare(launched: Sequence[Launched], slots: dict[str, int]) -> Any:
             if hasattr(metadata, hidden):
                 given.append((-1, 0))
         threads = 32 * metadata.num_warps
-        function = each.compiled.function, each.programs, threads, metadata.shared
-        rows.append((*function, *zip(*given, strict=True)))
-    return prepare_launches(*rows)
+        packed += pack(each.compiled.function, each.programs, threads, metadata.shared, given)
+    return packed
+
+
+def pack(
+    function: int, programs: int, threads: int, shared: int, parameters: Sequence[tuple[int, int]]
+) -> bytes:
+    """Pack a launch as `_launches.h` has it; each parameter is a slot, or -1, and a number."""
+    launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+    slots, numbers = zip(
+        *parameters, *[(-1, 0)] * (_MOST_PARAMETERS - len(parameters)), strict=True
+    )
+    sizes = programs, threads, shared, len(parameters)
+    return struct.pack(_LAUNCH, launch, function, *sizes, *slots, *numbers)
 
 
 _increment_version = torch._C._increment_version
