@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,14 +139,13 @@ class FlaxModel(_Model):
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.recorded: Arrays = {}
 
     def synchronize(self, communicator: Communicator) -> None:
         """Do nothing: a flax model is compared in one process only."""
 
     def layers(self) -> Iterable[tuple[str, Any]]:
-        from flax import nnx
-
-        return ((".".join(map(str, path)), m) for path, m in nnx.iter_modules(self.model))
+        return _named_modules(self.model)
 
     def state(self) -> Any:
         from flax import nnx
@@ -163,11 +162,14 @@ class FlaxModel(_Model):
             self.model.train()
             graph, state = nnx.split(self.model)
 
-            def run(x: Any) -> Any:
+            def run(x: Any, *, recording: bool = False) -> Any:
                 model = nnx.merge(graph, state, copy=True)
+                for name, layer in list(_named_modules(model)) if recording else ():
+                    if name and callable(layer):
+                        layer.__class__ = self.recording_class(type(layer), name)
                 return self.call(model, x, train=True), nnx.state(model)
 
-            run(jax.numpy.asarray(x))
+            run(jax.numpy.asarray(x), recording=True)
             y, backward, new_state = jax.vjp(run, jax.numpy.asarray(x), has_aux=True)
             nnx.update(self.model, new_state)
             return np.asarray(y), np.asarray(backward(y**2)[0])
@@ -183,27 +185,24 @@ class FlaxModel(_Model):
         """Call `model`, this model or a copy of it, after `train()` or `eval()`."""
         return model(x)
 
-    @contextmanager
-    def outputs(self) -> Iterator[Arrays]:
+    def outputs(self) -> AbstractContextManager[Arrays]:
+        return nullcontext(self.recorded)
+
+    def recording_class(self, cls: Any, name: str) -> Any:
+        """Return a subclass of a layer's class, which records the output."""
+
+        def call(layer: Any, *args: Any, **options: Any) -> Any:
+            return self.record(name, cls.__call__(layer, *args, **options))
+
+        return type(cls.__name__, (cls,), {"__call__": call})
+
+    def record(self, name: str, y: Any) -> Any:
+        """Store `y` if it is the output of a layer's first call and JAX does not trace it."""
         import jax
 
-        recorded: Arrays = {}
-
-        def recording_class(cls: Any, name: str) -> Any:
-            def call(self: Any, *args: Any, **options: Any) -> Any:
-                y = cls.__call__(self, *args, **options)
-                if isinstance(y, jax.Array) and not isinstance(y, jax.core.Tracer):
-                    recorded.setdefault(name, np.asarray(y))
-                return y
-
-            return type(cls.__name__, (cls,), {"__call__": call})
-
-        classes = [(m, type(m), name) for name, m in self.layers() if name and callable(m)]
-        for m, cls, name in classes:
-            m.__class__ = recording_class(cls, name)
-        yield recorded
-        for m, cls, _ in classes:
-            m.__class__ = cls
+        if isinstance(y, jax.Array) and not isinstance(y, jax.core.Tracer):
+            self.recorded.setdefault(name, np.asarray(y))
+        return y
 
 
 class LinenModel(FlaxModel):
@@ -217,16 +216,11 @@ class LinenModel(FlaxModel):
 
         super().__init__(nnx.bridge.ToNNX(model, nnx.Rngs(0)))
         self.called: dict[str, Any] = {}
-        self.recorded: Arrays = {}
 
     def layers(self) -> Iterable[tuple[str, Any]]:
         return self.called.items()
 
-    def outputs(self) -> Any:
-        return nullcontext(self.recorded)
-
     def call(self, model: Any, x: Any, *, train: bool) -> Any:
-        import jax
         from flax import linen
 
         def record(method: Any, args: Any, options: Any, context: Any) -> Any:
@@ -234,14 +228,20 @@ class LinenModel(FlaxModel):
             if context.method_name == "__call__":
                 name = ".".join(layer.path)
                 self.called[name] = layer
-                if train and isinstance(y, jax.Array) and not isinstance(y, jax.core.Tracer):
-                    self.recorded.setdefault(name, np.asarray(y))
+                if train:
+                    self.record(name, y)
             return y
 
         if not self.called:
             model.lazy_init(x, train=train)
         with linen.intercept_methods(record):
             return model(x, train=train, mutable=["batch_stats"])
+
+
+def _named_modules(model: Any) -> Iterable[tuple[str, Any]]:
+    from flax import nnx
+
+    return ((".".join(map(str, path)), layer) for path, layer in nnx.iter_modules(model))
 
 
 Model = TorchModel | ChainerModel | FlaxModel
