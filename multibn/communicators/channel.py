@@ -336,10 +336,9 @@ def resolved(communicator: Any, /) -> Any:
 def at(communicator: Any, place: str) -> Any:
     """Return a communicator like this one, whose error messages name the `place`."""
     group = resolved(communicator)
-    if not isinstance(group, ChannelCommunicator):
-        return group
     allreduce = partial(group.allreduce, place=place)
-    return SimpleNamespace(rank=group.rank, size=group.size, allreduce=allreduce)
+    named = SimpleNamespace(rank=group.rank, size=group.size, allreduce=allreduce)
+    return named if isinstance(group, ChannelCommunicator) else group
 
 
 def flush_checks() -> None:
@@ -350,16 +349,3 @@ def flush_checks() -> None:
     """
     for channel in list(watched_channels):
         channel.deferred_checks.flush()
-
-
-def spin_seconds(num_ranks: int = 1) -> float:
-    """How long a waiting rank spins (sched_yield) before it sleeps.
-
-    Shorter if the ranks of a machine outnumber its cores, so that a spinning rank delays no other.
-    """
-    # The variables of torchrun, of Open MPI, and of MPICH and Intel MPI.
-    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    num_ranks = max(num_ranks, *(int(os.environ.get(name) or 1) for name in names))
-    # Only Linux reports the cores on which a process may run.
-    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-    return 2e-4 if num_ranks > len(cores) else 0.1

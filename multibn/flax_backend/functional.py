@@ -16,14 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from multibn import wire
-from multibn._typing import (
-    Array,
-    RunningVar,
-    Weighting,
-    check_choice,
-    check_eps,
-    check_number,
-)
+from multibn._typing import Array, RunningVar, Weighting, check_choice, check_eps, check_number
 from multibn.communicators import SingleProcess
 from multibn.engine import masks
 from multibn.engine.running import running_variance

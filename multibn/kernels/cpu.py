@@ -23,14 +23,7 @@ from multibn._typing import Array
 from multibn.kernels import reference, steps
 from multibn.kernels.core import _core
 from multibn.kernels.layout import channels, sizes
-from multibn.kernels.spec import (
-    OK,
-    Gradient,
-    NormArgs,
-    PackedStatistics,
-    Running,
-    unpack,
-)
+from multibn.kernels.spec import OK, Gradient, NormArgs, PackedStatistics, Running, unpack
 from multibn.kernels.steps import update_running
 from multibn.wire import NO_BIT
 

@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from multibn.kernels import reference
-from multibn.kernels.spec import (
-    OK,
-    Gradient,
-    NormArgs,
-    PackedStatistics,
-    Running,
-)
+from multibn.kernels.spec import OK, Gradient, NormArgs, PackedStatistics, Running
 from multibn.kernels.steps import parameter_gradients as parameter_gradients
 from multibn.kernels.steps import state_of, variance_factor
 from multibn.kernels.triton import passes, steps

@@ -14,17 +14,11 @@ import numpy as np
 
 from multibn import wire
 from multibn._typing import HostArray
-from multibn.communicators.channel import (
-    Begin,
-    Channel,
-    ChannelCommunicator,
-    Transport,
-    spin_seconds,
-)
+from multibn.communicators.channel import Begin, Channel, ChannelCommunicator, Transport
 from multibn.communicators.communicator import SingleProcess
 from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import inherited, watched_channels
-from multibn.communicators.polling import Poll, poll
+from multibn.communicators.polling import Poll, poll, spin_seconds
 from multibn.communicators.watchdog import Status
 
 if TYPE_CHECKING:
@@ -192,7 +186,35 @@ class _Transport(Transport):
         return self._begin_block  # all ranks must begin the same sum, whatever their `n`
 
     def prepare(self, a: HostArray) -> Begin:
-        return _Sum(self, a).begin
+        """Return a function that begins to sum `a` in place; ranks must call it equally often.
+
+        A sum that is begun often uses a persistent request (MPI 4.0), because creating a new
+        request takes half of the time of a small message. Other sums do not: Open MPI 5.0 never
+        frees the memory of a persistent request, so creating and destroying many groups would leak.
+        """
+        from mpi4py import MPI as mpi
+
+        persistent: Any = None
+        num_begun = 0
+
+        def begin() -> Poll | None:
+            nonlocal persistent, num_begun
+            num_begun += 1
+            if num_begun == _PERSISTENT_AFTER_USES:
+                with suppress(NotImplementedError):
+                    persistent = self.duplicate.Allreduce_init(mpi.IN_PLACE, a)
+                    self.requests.append(persistent)
+            if persistent is None:
+                request = self.duplicate.Iallreduce(mpi.IN_PLACE, a)
+            else:
+                request = persistent
+                request.Start()
+                for _ in range(_SPIN_POLLS):
+                    if request.Test():
+                        return None
+            return partial(poll, request.Test, spin_seconds=self.spin_seconds)
+
+        return begin
 
     def end_process(self, *, failed: bool) -> None:
         # MPI_Finalize would wait for the other ranks, which wait for this one. Nor can MPI be
@@ -228,39 +250,6 @@ class _Transport(Transport):
             self._notices[status.source] = Status(*json.loads(data))
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
         return self._notices
-
-
-class _Sum:
-    """An in-place sum of one buffer, which all ranks must begin equally often.
-
-    A sum that is begun often uses a persistent request (MPI 4.0), because creating a new request
-    takes half of the time of a small message. Other sums do not: Open MPI 5.0 never frees the
-    memory of a persistent request, so creating and destroying many groups would leak memory.
-    """
-
-    def __init__(self, transport: _Transport, memory: HostArray) -> None:
-        from mpi4py import MPI as mpi
-
-        self._transport, self._arguments = transport, (mpi.IN_PLACE, memory)
-        self._num_begun = 0
-        self._request: Any = None  # the persistent request
-
-    def begin(self) -> Poll | None:
-        request, duplicate = self._request, self._transport.duplicate
-        if request is None:
-            self._num_begun += 1
-            if self._num_begun == _PERSISTENT_AFTER_USES:
-                with suppress(NotImplementedError):
-                    request = self._request = duplicate.Allreduce_init(*self._arguments)
-                    self._transport.requests.append(request)
-        if request is None:
-            request = duplicate.Iallreduce(*self._arguments)
-        else:
-            request.Start()
-            for _ in range(_SPIN_POLLS):
-                if request.Test():
-                    return None
-        return partial(poll, request.Test, spin_seconds=self._transport.spin_seconds)
 
 
 @cache

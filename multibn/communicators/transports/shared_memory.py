@@ -23,8 +23,8 @@ import numpy as np
 
 from multibn._platform import how_to_build_core, process_state
 from multibn._typing import HostArray
-from multibn.communicators.channel import Begin, spin_seconds
-from multibn.communicators.polling import Poll, barrier, wait_for_key
+from multibn.communicators.channel import Begin
+from multibn.communicators.polling import Poll, barrier, spin_seconds, wait_for_key
 from multibn.communicators.watchdog import RankLostError
 
 try:

@@ -16,12 +16,7 @@ from multibn.communicators.diagnostics import warn_if_launched
 from multibn.communicators.exit import inherited, release_gil_at_exit
 from multibn.communicators.polling import Poll, barrier, chain
 from multibn.communicators.resolve import as_communicator, world
-from multibn.communicators.transports import gloo
-from multibn.communicators.transports.shared_memory import (
-    SLOT_NUMBERS,
-    SharedMemory,
-    create_shared_memory,
-)
+from multibn.communicators.transports import gloo, shared_memory
 from multibn.communicators.transports.store import StoreStatusBoard, part_of_store
 
 
@@ -203,7 +198,7 @@ class _Transport(Transport):
         self._backends = _backends(group)
         self._name = group.group_name
         self.board: StoreStatusBoard | None = None
-        self._shared_memory: SharedMemory | None = None
+        self._shared_memory: shared_memory.SharedMemory | None = None
         self._private_gloo: gloo.PrivateGloo | None = None
 
     def open(self) -> Iterator[Poll | None]:
@@ -216,12 +211,13 @@ class _Transport(Transport):
             side = dist.PrefixStore("side", store)
             self._private_gloo = gloo.PrivateGloo(side, self.rank, self.size)
             machine = dist.PrefixStore("machine", store)
-            self._shared_memory = yield from create_shared_memory(machine, self.rank, self.size)
+            created = shared_memory.create_shared_memory(machine, self.rank, self.size)
+            self._shared_memory = yield from created
             if self._shared_memory is None:
                 carrier = "gloo"
                 yield from self._private_gloo.connect()
             else:
-                carrier, room = "shared memory", SLOT_NUMBERS
+                carrier, room = "shared memory", shared_memory.SLOT_NUMBERS
         self.block, self.carrier = np.zeros(room), carrier
 
     def prepare_block(self, n: int) -> Begin:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from multibn import _platform
 from multibn._typing import HostArray
-from multibn.communicators.channel import spin_seconds
-from multibn.communicators.polling import Poll, chain
+from multibn.communicators.polling import Poll, chain, spin_seconds
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import (
     SLOT_NUMBERS,
