@@ -2,6 +2,8 @@
 
 import math
 from functools import lru_cache
+from itertools import accumulate, groupby
+from operator import mul
 
 from multibn import wire
 
@@ -30,21 +32,14 @@ def sizes_in_memory(
     None if memory has gaps between elements, a reduced axis lies between channel axes, or the
     channel axes are not in order.
     """
-    blocks = [(True, 1)]  # innermost first: (whether the axes are reduced, their size)
-    channel_axes = []
-    expected = 1
-    for stride, i in sorted((strides[i], i) for i, n in enumerate(shape) if n != 1):
-        if stride != expected:
-            return None
-        expected *= shape[i]
-        reduced = i in axis
-        if not reduced:
-            channel_axes.append(i)
-        if blocks[-1][0] == reduced:
-            blocks[-1] = (reduced, blocks[-1][1] * shape[i])
-        else:
-            blocks.append((reduced, shape[i]))
-    if len(blocks) > 3 or channel_axes != sorted(channel_axes, reverse=True):
+    order = sorted((i for i, n in enumerate(shape) if n != 1), key=strides.__getitem__)
+    dense = accumulate((shape[i] for i in order), mul, initial=1)
+    blocks = [math.prod(shape[i] for i in part) for _, part in groupby(order, axis.__contains__)]
+    if order and order[0] not in axis:
+        blocks.insert(0, 1)  # S
+    channel_axes = [i for i in order if i not in axis]
+    has_gaps = any(strides[i] != stride for i, stride in zip(order, dense, strict=False))
+    if has_gaps or len(blocks) > 3 or channel_axes != sorted(channel_axes, reverse=True):
         return None
-    S, C, N = [size for _, size in blocks] + [1] * (3 - len(blocks))
+    S, C, N = blocks + [1] * (3 - len(blocks))
     return N, C, S

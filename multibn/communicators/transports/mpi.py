@@ -229,9 +229,8 @@ class _Transport(Transport):
     def close(self, *, failed: bool, at_exit: bool = False) -> None:
         if failed or at_exit:  # Free needs all ranks, and no pending message
             return
-        for each in (*self.requests, self.duplicate):
-            if each is not None:
-                each.Free()
+        for each in filter(None, (*self.requests, self.duplicate)):
+            each.Free()
         self.requests, self.duplicate = [], None
 
     def publish(self, notice: Status, /) -> None:

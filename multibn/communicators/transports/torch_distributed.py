@@ -2,6 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -145,10 +147,8 @@ class TorchDistributed(ChannelCommunicator):
         return x
 
     def split(self, color: int, key: int = 0) -> "TorchDistributed":
-        rows = gather((int(key), int(color), dist.get_rank()), self)
-        rows.sort(key=lambda row: int(row[0]))
-        colors = sorted({c for _, c, _ in rows})
-        members = {c: tuple(r for _, d, r in rows if d == c) for c in colors}
+        rows = sorted(gather((int(color), int(key), self.rank, dist.get_rank()), self))
+        members = {c: tuple(r for *_, r in part) for c, part in groupby(rows, itemgetter(0))}
         # All ranks of the default group take part, and create every group together.
         for group_ranks in members.values() if self._ranks is None else ():
             in_order = tuple(sorted(group_ranks))
