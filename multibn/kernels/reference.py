@@ -29,6 +29,7 @@ from multibn.kernels.spec import (
     NormArgs,
     PackedStatistics,
     pack_statistics,
+    split_sums,
     unpack,
 )
 from multibn.kernels.steps import (
@@ -36,7 +37,6 @@ from multibn.kernels.steps import (
     at_least_one,
     has_float64,
     pack,
-    split_sums,
     statistics_of,
     sum_like,
     update_running,

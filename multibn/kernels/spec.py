@@ -63,10 +63,15 @@ def pack_statistics(batch: BatchStatistics) -> PackedStatistics:
 
 def unpack(batch: PackedStatistics) -> BatchStatistics:
     """Return the statistics, as views of their numbers."""
-    (numbers, shape), xp = batch, array_namespace(batch.numbers)
-    C = math.prod(shape)
-    mean, var = (xp.reshape(v, shape) for v in (numbers[:C], numbers[C : 2 * C]))
-    return BatchStatistics(mean, var, numbers[2 * C], numbers[2 * C + 1])
+    numbers, shape = batch
+    mean, var = split_sums(numbers, shape)
+    return BatchStatistics(mean, var, numbers[-2], numbers[-1])
+
+
+def split_sums(numbers: Array, shape: tuple[int, ...], /) -> list[Array]:
+    """Return the first and the next C numbers of a payload, as two per-channel arrays."""
+    C, xp = math.prod(shape), array_namespace(numbers)
+    return [xp.reshape(v, shape) for v in (numbers[:C], numbers[C : 2 * C])]
 
 
 class Running(NamedTuple):

@@ -26,6 +26,7 @@ from multibn.kernels.spec import (
     NormArgs,
     Running,
 )
+from multibn.kernels.spec import split_sums as split_sums
 
 
 def pack(
@@ -53,19 +54,18 @@ def statistics_of(
         is_finite = xp.abs(as_wide(summed)) < wire.LARGEST_SUM
         summed = xp.where(is_finite, summed, xp.full_like(summed, math.nan))
     C = math.prod(shape)
-    meansqr = summed[C : 2 * C]
     total_weight, total = (
         xp.reshape(values(summed[2 * C + at]), (-1,))[0]  # equal in all of vmap's batch
         for at in (wire.WEIGHT, wire.COUNT)
     )
     divisor = xp.where(total_weight == 0.0, xp.ones_like(total_weight), total_weight)
-    mean = summed[:C] / divisor
-    var = xp.clip(meansqr / divisor - mean * mean, 0.0, None)
+    mean, meansqr = (v / divisor for v in split_sums(summed, shape))
+    var = xp.clip(meansqr - mean * mean, 0.0, None)
     if found == OK and _is_readable(var):
         least = MIN_RELATIVE_VARIANCE[args.x.dtype != array_namespace(args.x).float64]
         found = CANCELLED if bool(xp.any(values(mean * mean * least > var + args.eps))) else OK
     element_weight = rank_weight / (at_least_one(count) * divisor)
-    batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
+    batch = BatchStatistics(mean, var, total, element_weight)
     if not is_on_host(summed) and not is_abstract(summed):  # the state was not read
         gap = xp.where(_is_finite(summed), xp.zeros_like(total), xp.full_like(total, math.nan))
         batch = skipped(batch, gap)
@@ -104,12 +104,6 @@ def _is_finite(summed: Array) -> Array:
 def _is_readable(v: Array) -> bool:
     """Return whether values can be read without synchronizing or tracing."""
     return is_on_host(v) and not (is_traced(v) or is_abstract(v))
-
-
-def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
-    """Return the first and the next C numbers of a payload, as two per-channel arrays."""
-    C, xp = math.prod(shape), array_namespace(summed)
-    return [xp.reshape(v, shape) for v in (summed[:C], summed[C : 2 * C])]
 
 
 def parameter_gradients(
