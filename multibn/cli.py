@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _flush_stdout()
         return 0
     except (FloatingPointError, ImportError, OSError, ValueError) as error:
-        cure = ""
+        advice = ""
         if isinstance(error, ModuleNotFoundError) and str(error).startswith("No module named"):
-            cure = f". Run pip install {error.name}, or choose a file of another format"
-        # DST is complete, although the report could not be printed.
+            advice = f". Run pip install {error.name}, or choose a file of another format"
+        # After `done` is set, DST is complete: only printing the report can fail.
         done = f"{args.done}, but printing the report failed: " if "done" in args else ""
-        print(f"multibn {args.command}: {done}{error}{cure}", file=sys.stderr)
+        print(f"multibn {args.command}: {done}{error}{advice}", file=sys.stderr)
         _flush_stdout()
         return 1 if done else 2
 
@@ -84,10 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     option("--prefix", default="", metavar="P", help="convert only the keys under the prefix P")
     for name, file in (("--from", "SRC"), ("--to", "DST")):
         option(name, choices=("torch", "flax"), help=f"framework of {file}, if .safetensors")
-    kernels = "layers that are ConvTranspose in flax"
-    option("--transposed", nargs="+", default=(), metavar="LAYER", help=kernels)
-    elements = "elements per channel of a batch: convert running variances to DST's convention"
-    option("--count", type=float, metavar="N", help=elements)
+    layers = "layers that are ConvTranspose in flax"
+    option("--transposed", nargs="+", default=(), metavar="LAYER", help=layers)
+    count = "elements per channel of a batch: convert running variances to DST's convention"
+    option("--count", type=float, metavar="N", help=count)
     option = add("pool", _pool).add_argument
     option("src", nargs="+", type=Path, metavar="SRC", help="files to read")
     counts = "number of samples on which each SRC was trained"
@@ -123,9 +123,9 @@ def _convert(args: argparse.Namespace) -> int:
     )
     args.done = f"{verb} {args.dst}: {len(converted.state)} arrays"
     width = shutil.get_terminal_size().columns
-    whole: Any = {"break_long_words": False, "break_on_hyphens": False}  # keep paths in one piece
+    keep_paths: Any = {"break_long_words": False, "break_on_hyphens": False}
     for note in converted.notes:
-        print(textwrap.fill(f"note: {note}", width, subsequent_indent="  ", **whole))
+        print(textwrap.fill(f"note: {note}", width, subsequent_indent="  ", **keep_paths))
     print(args.done)
     return 0
 

@@ -1,4 +1,4 @@
-"""`multibn info`: installed versions, kernels and transports in use, and how to speed these up.
+"""`multibn info`: installed versions, and kernels and transports in use.
 
 This module imports no framework and does not initialize MPI.
 """
@@ -50,7 +50,7 @@ def text(facts: Mapping[str, Any]) -> str:
 def collect() -> dict[str, Any]:
     """Return the facts by section; the version of a missing library is None.
 
-    `kernels` and `messages` name what is in use; if this is slow, also why and what to do.
+    The sections `kernels` and `messages` say what is in use and, if it is slow, what to do.
     Raises ValueError if an environment variable of multibn has an invalid value.
     """
     check_timeout()
@@ -62,22 +62,22 @@ def collect() -> dict[str, Any]:
         versions[name] = found.version if found and importable(name) else None
     facts = {"kernels": _kernels(versions["triton"]), "messages": _messages()}
     machine = {"system": platform.platform(), "cores": os.cpu_count()}
-    works = _what_works(versions, **facts)
+    works = _summary(versions, **facts)
     return {"works here": works, "machine": machine, "versions": versions, **facts}
 
 
-def _listed(parts: list[str]) -> str:
+def _join(parts: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
-def _what_works(
+def _summary(
     versions: dict[str, str | None], kernels: dict[str, str], messages: dict[str, str]
 ) -> str:
     """Return a sentence on the frameworks that work, and the launchers of each."""
     launchers = {name for name, text in messages.items() if not text.startswith("nothing")}
     supported = {"torch": launchers, "chainer": launchers & {"mpiexec"}, "flax": ()}
     works = [
-        f"{framework} {_listed(['in one process', *(f'under {name}' for name in sorted(names))])}"
+        f"{framework} {_join(['in one process', *(f'under {name}' for name in sorted(names))])}"
         for framework, names in supported.items()
         if versions[framework]
     ]

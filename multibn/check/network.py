@@ -44,7 +44,7 @@ def resnet50(blocks: Sequence[int] = BLOCKS) -> nn.Sequential:
 def training_steps(
     name: str, shape: Sequence[int], communicator: Communicator, *, peer: bool
 ) -> dict[str, Step]:
-    """Return steps of a "layer" or of "ResNet-50" by kind of norm; `shape` is the input's."""
+    """Return a step of a "layer" or of "ResNet-50" for each norm; `shape` is the input's."""
     local: nn.Module = nn.BatchNorm2d(shape[1]) if name == "layer" else resnet50()
     models = {
         "multibn": convert_sync_batchnorm(copy.deepcopy(local), communicator),

@@ -19,7 +19,7 @@ _ROUNDS = 5, 101  # minimum and maximum
 
 
 def training_step(layer: Any, x: Any, dy: Any) -> Step:
-    """Return a step of forward and backward of a torch module."""
+    """Return a function that runs a torch module forward and backward."""
 
     def step() -> None:
         x.grad = None
@@ -50,10 +50,10 @@ def message_steps(
     reduces_on_device = on_gpu and phase.reduces_on_device(numbers)
 
     def checked() -> None:
-        memory: Any = phase.message(numbers) if reduces_on_device else phase.buffer()
-        if isinstance(memory, wire.Message):
-            memory.write(numbers[:n])
-        phase.allreduce(numbers[:n] if memory is None else memory)
+        if reduces_on_device:
+            phase.allreduce(phase.message(numbers).write(numbers[:n]))
+        else:
+            phase.allreduce(phase.buffer())
 
     calls = {"checked": checked, "bare": bare}
     return {name: lambda call=call: [call() for _ in range(repeat)] for name, call in calls.items()}  # type: ignore[misc]
@@ -67,10 +67,10 @@ def take_turns(
     wait: Step = lambda: None,
     finish: Step = lambda: None,
 ) -> dict[str, Seconds]:
-    """Measure each step followed by `finish` in every round, for about `seconds`. Collective.
+    """Time every step once per round, for about `seconds`. Collective.
 
-    All ranks start a step together, after `wait` has returned on all ranks. Each round begins with
-    a different step.
+    All ranks start a step together, after `wait` has returned on all ranks; its time includes
+    `finish`. Each round begins with a different step.
     """
 
     def time_of(step: Step) -> list[float]:

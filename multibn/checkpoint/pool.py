@@ -21,8 +21,8 @@ _RUNNING = (
     ("mean_ema/average", "var_ema/average"),
     ("mean", "var"),
 )
-# Endings that may follow any characters: escnn has regular_running_mean.
-_AFTER_ANY = "running_mean", "avg_mean", "moving_mean"
+# These need no separator before them: escnn has regular_running_mean.
+_SUFFIXES = "running_mean", "avg_mean", "moving_mean"
 _COUNTERS = "num_batches_tracked", "N", "mean_ema/counter", "var_ema/counter"
 
 
@@ -123,7 +123,7 @@ def pool_named_states(
                 f"{types[0].get(key, 'none')} in {sources[0]} and {each.get(key, 'none')} in "
                 f"{sources[i]}. Pool states of one model."
             )
-    # Equal counts become 1, so that sums are bitwise equal to allreduces over as many ranks.
+    # Equal counts have weight 1, so that sums have the same bits as an allreduce over the models.
     weights = [count / max(counts) for count in counts]
 
     def stack(key: str, *, is_var: bool = False) -> Array:  # in float64; axis 0: states
@@ -191,7 +191,7 @@ def _running_statistics(state: Mapping[str, Array]) -> Iterator[tuple[str, str, 
                 continue
             layer = _layer(start)
             is_flax = "batch_stats" in mean or f"{layer}scale" in state
-            if end in _AFTER_ANY or (start == layer and (end != "mean" or is_flax)):
+            if end in _SUFFIXES or (start == layer and (end != "mean" or is_flax)):
                 yield layer, mean, var
                 break
 

@@ -11,7 +11,7 @@ from multibn.flax_backend.functional import Options, converted, floating, run
 
 
 class BatchNorm(linen.BatchNorm):
-    """flax.linen.BatchNorm, exact over devices, masks and large means.
+    """flax.linen.BatchNorm that is exact across devices, with masks and for large means.
 
     Replaces flax.linen.BatchNorm, with the same fields, collections (`params`, `batch_stats`) and
     layer names in a model. Calls have the arguments and errors of `multibn.flax.BatchNorm`. `init`
@@ -52,8 +52,8 @@ class BatchNorm(linen.BatchNorm):
         lengths: Array | None = None,
     ) -> Array:
         name = "use_running_average"
-        use = linen.merge_param(name, self.use_running_average, use_running_average)
-        check_bool(use_running_average=use)
+        use_running = linen.merge_param(name, self.use_running_average, use_running_average)
+        check_bool(use_running_average=use_running)
         options, x = Options.from_layer(self), floating(x)
         shape = tuple(x.shape[k] for k in options.channel_axes(x.ndim))
         stats_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
@@ -65,11 +65,11 @@ class BatchNorm(linen.BatchNorm):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         x, *_ = dtypes.promote_dtype(x, scale, bias, dtype=self.dtype)
-        if mask is not None:  # flax accepts numbers
+        if mask is not None:  # flax also accepts masks of numbers
             mask = converted("mask", mask).astype(bool)
-        use |= self.is_initializing()
+        use_running |= self.is_initializing()
         running = mean.value, var.value
-        batch = run(x, scale, bias, running, mask, lengths, options, use_running=use)
-        if not use:
+        batch = run(x, scale, bias, running, mask, lengths, options, use_running=use_running)
+        if not use_running:
             mean.value, var.value = batch.running
         return batch.y

@@ -23,7 +23,7 @@ class Population(nnx.Variable):
 
 
 class BatchNorm(nnx.BatchNorm):
-    """flax.nnx.BatchNorm, exact over devices, masks and large means.
+    """flax.nnx.BatchNorm that is exact across devices, with masks and for large means.
 
     Replaces flax.nnx.BatchNorm, with the same arguments, state (`scale`, `bias`, `mean`, `var`) and
     output dtype. Under jax.jit over sharded arrays, leave `axis_name` None: statistics cover the
@@ -38,7 +38,7 @@ class BatchNorm(nnx.BatchNorm):
         The number of channels C.
     weighting
         How devices are weighted. `"element"`: by elements per channel, for the statistics of the
-        batch of all devices. `"sample"`: by samples. `"rank"`: all devices with elements equally.
+        batch of all devices. `"sample"`: by samples. `"rank"`: all non-empty devices equally.
     running_var
         The variance that updates `var`. `"biased"`: as in flax. `"unbiased_global"`: as in torch,
         times N/(N-1) for N elements per channel on all devices. `"unbiased_local"`: as in
@@ -58,12 +58,12 @@ class BatchNorm(nnx.BatchNorm):
     TypeError, ValueError
         If an option has a wrong value. While JAX traces: if `axis_name` is not bound; if
         `axis_index_groups` does not cover the axis, or is used with jax.shard_map's `check_vma`; if
-        the input is not floating-point, has the wrong channels, no element, or one value per
-        channel; if `mask` or `lengths` does not fit.
+        the input is not floating-point, has a wrong number of channels, no element, or one value
+        per channel; if `mask` or `lengths` does not fit.
     FloatingPointError
-        If an input contains NaN, infinity or values that overflow, and jax.jit or jax.vmap does not
-        trace the call; never for float16. In traced code, the output is NaN and running statistics
-        are not updated.
+        Outside jax.jit and jax.vmap, if an input contains NaN, infinity or values that overflow,
+        unless it is float16. In traced code, the output is NaN and running statistics are not
+        updated.
 
     Notes
     -----

@@ -77,7 +77,7 @@ def update_bn_stats(
         )
         return
     forward = forward_fn or nnx.jit(lambda model, x: model(x))
-    before = jax.tree.map(lambda v: v, nnx.state(model))
+    before = jax.tree.map(lambda v: v, nnx.state(model))  # a copy that refers to the same arrays
     num_batches = 0
     try:
         for layer in layers.values():
@@ -85,8 +85,8 @@ def update_bn_stats(
             with jax.enable_x64(True):
                 layer.population = Population(jnp.zeros(length, jnp.float64))
         for batch in islice(data_loader, num_iters):
-            is_plain = forward_fn is None and type(batch) in (tuple, list)
-            forward(model, batch[0] if is_plain else batch)
+            has_labels = forward_fn is None and type(batch) in (tuple, list)
+            forward(model, batch[0] if has_labels else batch)
             num_batches += 1
         sums = {path: np.asarray(layer.population[...]) for path, layer in layers.items()}
     finally:
@@ -101,11 +101,11 @@ def update_bn_stats(
     for path, layer in layers.items():
         estimator = PopulationEstimator(np.zeros(layer.num_features))
         estimator.add(sums[path])
-        found = estimator.compute()
-        if not found.count:
+        stats = estimator.compute()
+        if not stats.count:
             warn(f"{path or 'the layer'} had no input: its running statistics are not updated.")
             continue
-        var = running_variance(found, local_count=found.count, convention=layer.running_var)
-        for kept, new in ((layer.mean, found.mean), (layer.var, var)):
-            old = kept[...]
-            kept[...] = jax.device_put(new.astype(old.dtype), old.sharding)
+        var = running_variance(stats, local_count=stats.count, convention=layer.running_var)
+        for variable, new in ((layer.mean, stats.mean), (layer.var, var)):
+            old = variable[...]
+            variable[...] = jax.device_put(new.astype(old.dtype), old.sharding)
