@@ -212,6 +212,18 @@ def check_models_that_change_places_later_are_an_error(world: Communicator) -> N
         _means(models[::-1] if world.rank == 1 else models)
 
 
+def check_a_model_that_one_rank_builds_again_is_an_error(world: Communicator) -> None:
+    """A copy of its model, and a state dict that it loads, are none."""
+    models = [_network(world)]
+    _expect_right(models)
+    if world.rank == 1:
+        models[0].load_state_dict(_network(world).state_dict())
+        models = [copy.deepcopy(models[0])]
+    _expect_right(models)
+    with pytest.raises(RuntimeError, match="in the first message of layer 1"):
+        _means([_network(world)] if world.rank == 1 else models)
+
+
 def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None:
     """Each option that the record names: with both values, by a first message and `check_sync`."""
     for name, values in OTHERS.items():
