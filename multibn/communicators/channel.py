@@ -80,9 +80,9 @@ class Transport(ABC):
 
 # The memory of a head, the memory of a payload, and a function that begins to sum both.
 Buffer: TypeAlias = tuple[memoryview, HostArray, Begin]
-# Maps (token of the group, channels, the layer's name or "") to the layer's number in the order of
-# first messages.
-Compared: TypeAlias = dict[tuple[str, int, str], int]
+# Maps (token of the group, channels, name of the function or "") to the layer's name on all ranks
+# and its number in the order of first messages.
+Compared: TypeAlias = dict[tuple[str, int, str], tuple[str, int]]
 
 
 class Channel:

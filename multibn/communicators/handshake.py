@@ -3,7 +3,6 @@
 The handshake compares the layers' names, channels and options, and the versions of multibn.
 """
 
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,31 +29,21 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     """
     channel = group.channel
     compared: Compared = channel.compared if layer.is_function else layer.compared
-    for (token, width, path), number in reversed(compared.items()):
-        is_same = (token, width) == (channel.watchdog.token, channels)
-        if is_same and are_compatible([path, layer.path]):
-            return path or layer.class_name, number
-    options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
-    facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
-    text = f"the first message of {call}"
-    are_equal, _ = all_ranks_agree(group, "first message", facts, text=text)
-    path = layer.path if are_equal else raise_unless_compatible(layer, group, options)
-    channel.num_first_messages += 1
-    channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
-    channel.longest = max(channel.longest, wire.length(channels))
-    compared[channel.watchdog.token, channels, path] = channel.num_first_messages
-    return path or layer.class_name, channel.num_first_messages
 
+    def key() -> tuple[str, int, str]:  # not with a layer's name: a copy may have another
+        return channel.watchdog.token, channels, layer.name if layer.is_function else ""
 
-def are_compatible(paths: Iterable[str]) -> bool:
-    """Return whether all paths can be paths of the same layer: each ends with the shortest one.
-
-    On some ranks, the model may be part of a larger module. A layer that is called outside its
-    model has the path "", which is compatible with every path.
-    """
-    found = [path for path in paths if path]
-    shortest = min(found, key=len, default="")
-    return all(f".{path}".endswith(f".{shortest}") for path in found)
+    if key() not in compared:
+        options = layer.texts | {"channels": f"{channels} channels{layer.detail(channels)}"}
+        facts = f"{_version.__version__} {layer.name} {channels} {sorted(options.items())}"
+        text = f"the first message of {call}"
+        is_same, _ = all_ranks_agree(group, "first message", facts, text=text)
+        name = layer.name if is_same else raise_unless_compatible(layer, group, options)
+        channel.num_first_messages += 1
+        channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
+        channel.longest = max(channel.longest, wire.length(channels))
+        compared[key()] = name, channel.num_first_messages  # the group has a token by now
+    return compared[key()]
 
 
 def all_ranks_agree(
@@ -73,7 +62,7 @@ def all_ranks_agree(
 
 
 def raise_unless_compatible(layer: Any, group: Any, options: dict[str, str]) -> str:
-    """Raise if the ranks' layers are incompatible; otherwise return the path to use. Collective."""
+    """Raise if the ranks' layers are incompatible; otherwise return the name to use. Collective."""
     facts = _version.__version__, layer.path, layer.name, options
     versions, paths, names, all_options = zip(*gather(facts, group), strict=True)
     if len(set(versions)) > 1:
@@ -82,9 +71,12 @@ def raise_unless_compatible(layer: Any, group: Any, options: dict[str, str]) -> 
             "the ranks must run the same version of multibn: "
             f"{group_ranks_by(versions, 'with')}. Install one version everywhere.",
         )
-    if not are_compatible(paths if any(paths) else names):
+    # A layer that is called outside its model has no path, and one rank may have the model inside
+    # another module.
+    found = [path for path in paths if path] or names
+    shortest = min(found, key=len)
+    if not all(f".{path}".endswith(f".{shortest}") for path in found):
         raise_for_places(map(display_name, names))
-    path = str(min(filter(None, paths), key=len, default=""))
     # A rank whose arguments are invalid reports no options.
     differing = [
         name
@@ -95,10 +87,10 @@ def raise_unless_compatible(layer: Any, group: Any, options: dict[str, str]) -> 
         answers = (", ".join(each.get(v, f"no {v}") for v in differing) for each in all_options)
         log_and_raise(
             ValueError,
-            f"the ranks have built {display_name(path or layer.name)} differently: "
+            f"the ranks have built {display_name(shortest)} differently: "
             f"{group_ranks_by(answers, 'with')}. Build the same model on all ranks.",
         )
-    return path
+    return str(shortest)
 
 
 def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:

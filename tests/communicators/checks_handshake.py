@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
@@ -72,37 +73,52 @@ def check_a_copy_goes_on_in_its_originals_place(world: Communicator) -> None:
             _expect_right(models)
 
 
+def check_the_first_layer_of_a_group_is_compared_once(world: Communicator) -> None:
+    group = world.split(0)
+    _trained_layer(group)
+    assert group.channel.num_first_messages == 1  # type: ignore[attr-defined]
+
+
 def check_a_copy_has_its_originals_place_in_any_model(world: Communicator) -> None:
-    """The layer is copied on one rank alone, and called without a model or in another one."""
-    for make in _COPIES.values():
-        for start in range(3):
-            layers: list[tuple[Any, Any]] = [
-                (nn, torch_backend.SyncBatchNorm(2, momentum=1.0, process_group=world)),
-                (chainer, MultiNodeBatchNormalization(2, world, decay=0.0)),
-            ]
-            for library, layer in layers:
-                ways = [lambda layer: layer, library.Sequential, partial(_nested, library)]
-                x: Any = np.arange(8, dtype="f").reshape(4, 2) + world.rank
-                x = torch.tensor(x) if library is nn else x
-                _call_in_unlike_models(world, layer, make, ways[start:] + ways[:start], x)
-
-
-def _nested(library: Any, layer: Any) -> Any:
-    return library.Sequential(library.Sequential(layer))
+    """One rank alone copies its layer, and calls it without a model, or in one of its own."""
+    x = np.arange(8, dtype="f").reshape(4, 2) + world.rank
+    for make, start in itertools.product(_COPIES.values(), range(3)):
+        layers: list[tuple[Any, Any, Any, Any]] = [
+            (
+                torch_backend.SyncBatchNorm(2, momentum=1.0, process_group=world),
+                nn,
+                nn.Identity(),
+                torch.tensor(x),
+            ),
+            (
+                MultiNodeBatchNormalization(2, world, decay=0.0),
+                chainer,
+                chainer.functions.identity,
+                x,
+            ),
+        ]
+        for layer, library, identity, own in layers:
+            _call_in_unlike_models(layer, make, library.Sequential, identity, own, start)
 
 
 def _call_in_unlike_models(
-    world: Communicator, layer: Any, make: Any, ways: Sequence[Any], x: Any
+    layer: Any, make: Any, sequential: Any, identity: Any, x: Any, start: int
 ) -> None:
+    ways: list[Callable[[Any], Any]] = [
+        lambda layer: layer,
+        sequential,
+        lambda layer: sequential(sequential(layer)),
+        lambda layer: sequential(identity, layer),  # a name of its own: after the first step
+    ]
+    rank, size = layer.layer_communicator.rank, layer.layer_communicator.size
     with pytest.raises((ValueError, RuntimeError), match=r"shape|rejected on rank\(s\) \[1\]"):
-        layer(x[..., :1] if world.rank == 1 else x)  # a rejected input, before the layers meet
-    for n in range(6):
-        if world.rank == 1:
+        layer(x[..., :1] if rank == 1 else x)  # a rejected input, before the layers meet
+    for n in range(8):
+        if rank == 1:
             layer = make(layer)
-        ways[(n + (world.rank == 1)) % 3](layer)(x + n)
+        ways[(start + n + (rank == 1)) % (4 if n else 3)](layer)(x + n)
         mean = layer.running_mean if hasattr(layer, "running_mean") else layer.avg_mean
-        np.testing.assert_allclose(mean, np.array([3.0, 4.0]) + n + (world.size - 1) / 2)
-    assert layer.layer_communicator.name in ("0", "0.0", type(layer).__qualname__)
+        np.testing.assert_allclose(mean, np.array([3.0, 4.0]) + n + (size - 1) / 2)
 
 
 def check_other_models_of_one_rank_disturb_nobody(world: Communicator) -> None:
