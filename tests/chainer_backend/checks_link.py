@@ -117,9 +117,8 @@ def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
     expect_in_sync(model)
     pair = MultiNodeBatchNormalization(1, world.split(world.rank == 0))
     if world.rank:
-        with pytest.raises(
-            ValueError, match=r"different groups: SingleProcess\(\) in /0; .* in /1\."
-        ):
+        message = r"different groups: SingleProcess\(\) in /0; .* in /1\."
+        with pytest.raises(ValueError, match=message):
             expect_in_sync(chainer.Sequential(model, pair))
 
 

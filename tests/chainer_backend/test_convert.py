@@ -161,9 +161,8 @@ def test_a_second_conversion_with_other_options_warns(options: Any, kept: str) -
     message = rf"1 link\(s\) are synchronized already and keep their own options: /0 \({kept}\)\."
     with pytest.warns(UserWarning, match=message):
         create_mnbn_model(chainer.ChainList(once, L.BatchNormalization(3)), LOCAL, **options)
-    with pytest.warns(
-        UserWarning, match=r"nothing is converted\. Its links are already synchronized\."
-    ):
+    told = r"nothing is converted\. Its links are already synchronized\."
+    with pytest.warns(UserWarning, match=told):
         create_mnbn_model(once, LOCAL)
 
 

@@ -37,9 +37,8 @@ assert_population, finetune = partial(population.assert_population, CHAINER), CH
 
 def test_a_last_batch_of_one_sample_is_an_error_of_multi_node_links() -> None:
     data = [np.ones((3, C)), np.ones((1, C))]
-    with pytest.raises(
-        OneValueError, match=r"need more than 1 value .* leave out the last batch .drop_last=True"
-    ):
+    message = r"need more than 1 value .* leave out the last batch .drop_last=True"
+    with pytest.raises(OneValueError, match=message):
         finetune(data, shared())
 
 

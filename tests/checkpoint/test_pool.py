@@ -311,9 +311,8 @@ def test_the_command_refuses_what_does_not_fit(two: list[str], capsys: Any) -> N
 
 
 def test_states_that_hold_more_than_arrays_and_numbers_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"'extra' must be a dense array or tensor .*: got dict"
-    ):
+    message = r"'extra' must be a dense array or tensor .*: got dict"
+    with pytest.raises(CheckpointError, match=message):
         pool_states([{"extra": {"a": 1}}, {"extra": {"a": 1}}], [1, 1])
     half = [
         {"avg_mean": np.full(1, m, np.float16), "avg_var": np.ones(1, np.float16)}

@@ -122,16 +122,14 @@ def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -
     mark = wire.rank_bit(world.rank)
     with standin_cupy.installed() as cupy:
         payload = np.full(8, mark if world.rank == 1 else 1.0)
-        with pytest.raises(
-            FloatingPointError, match=r"of bn are not finite: .* rank\(s\) \[1\] of"
-        ):
+        message = r"of bn are not finite: .* rank\(s\) \[1\] of"
+        with pytest.raises(FloatingPointError, match=message):
             phase.allreduce(cupy.asarray(payload))
         if world.rank == 1:  # this rank has an error of its own
             reject_input(phase.layer, None, 3, cupy.asarray(payload))
         else:
-            with pytest.raises(
-                RuntimeError, match=r"in bn \(forward, .*\): the input was rejected on"
-            ):
+            message = r"in bn \(forward, .*\): the input was rejected on"
+            with pytest.raises(RuntimeError, match=message):
                 phase.allreduce(cupy.asarray(payload))
         summed = phase.allreduce(cupy.asarray(np.ones(8)))
         assert isinstance(summed, cupy.ndarray)
@@ -151,9 +149,8 @@ def check_native_objects_are_recognised(world: Communicator) -> None:
 
         natives = [MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()]
         for other in (MPI.INT, MPI.Status(), MPI.COMM_WORLD.group, MPI.SUM):
-            with pytest.raises(
-                TypeError, match=r"None, .* an mpi4py Comm, .* of type (MPI\.)?\w+\."
-            ):
+            message = r"None, .* an mpi4py Comm, .* of type (MPI\.)?\w+\."
+            with pytest.raises(TypeError, match=message):
                 as_communicator(other)  # type: ignore[arg-type]
         alone = as_communicator(MPI.COMM_SELF)
         assert alone.size == pickle.loads(pickle.dumps(alone)).size == 1
@@ -213,9 +210,8 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             channel.allreduce(np.ones(1))
         sends = partial(communicator.allreduce, np.ones(1)), partial(phase.allreduce, np.ones(202))
         for send in sends:
-            with pytest.raises(
-                RuntimeError, match=r"process group.* was destroyed\. Give the layer"
-            ):
+            message = r"process group.* was destroyed\. Give the layer"
+            with pytest.raises(RuntimeError, match=message):
                 send()
         counts.append((*_resources(), len(watched_channels)))
     world.allreduce(np.ones(1))

@@ -227,9 +227,8 @@ def test_one_process_evaluates_what_needs_more_to_train() -> None:
     layer = pickle.loads(pickle.dumps(NaiveSyncBatchNorm2d(8, num_features=3)))
     x = torch.randn(2, 3, 4, 4)
     assert layer.eval()(x).shape == x.shape
-    with pytest.raises(
-        ValueError, match=r"divisible by the group size 8: got 1 in .*Use one of \[1\], in"
-    ):
+    message = r"divisible by the group size 8: got 1 in .*Use one of \[1\], in"
+    with pytest.raises(ValueError, match=message):
         layer.train()(x)
     layer.process_group = None
     layer(x)

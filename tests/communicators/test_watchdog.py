@@ -311,9 +311,8 @@ def test_a_timeout_is_a_positive_number_of_seconds(monkeypatch: pytest.MonkeyPat
         assert check_timeout() == 1e8
     for wrong in ("soon", "0", "-1", "nan"):
         monkeypatch.setenv("MULTIBN_TIMEOUT", wrong)
-        with pytest.raises(
-            ValueError, match=f"MULTIBN_TIMEOUT must be a positive number of seconds: got '{wrong}'"
-        ):
+        message = f"MULTIBN_TIMEOUT must be a positive number of seconds: got '{wrong}'"
+        with pytest.raises(ValueError, match=message):
             check_timeout()
 
 

@@ -161,9 +161,8 @@ def test_python_objects_are_refused() -> None:
 
     def check(world: Communicator) -> None:
         arrays = {"own": np.array([10**30]), "w": np.zeros(1)}
-        with pytest.raises(
-            TypeError, match=r"^`own`, a ndarray, cannot be compared: it holds Pyth"
-        ):
+        message = r"^`own`, a ndarray, cannot be compared: it holds Pyth"
+        with pytest.raises(TypeError, match=message):
             check_equal(arrays, world)
         check_equal(arrays, world, ignore="own")
 

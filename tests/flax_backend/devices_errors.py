@@ -189,9 +189,8 @@ def check_batches_that_are_not_finite() -> None:
                 assert (moved["mean"][...] == 0).all()
                 assert (moved["var"][...] == 1).all()
             bn = layer()
-            with pytest.raises(
-                FloatingPointError, match="statistics are not finite: the input contains"
-            ):
+            message = "statistics are not finite: the input contains"
+            with pytest.raises(FloatingPointError, match=message):
                 bn(x)
             assert (bn.mean[...] == 0).all()
     half = layer(dtype=jnp.float16)

@@ -160,15 +160,12 @@ def check_conversion_tells_what_stays() -> None:
         pass
 
     own = nnx.Sequential(Own(3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
-    with pytest.warns(
-        UserWarning,
-        match=r"1 layer.s. are not converted: layers\.0 .the class .*Own is a subclass of flax",
-    ):
+    message = r"1 layer.s. are not converted: layers\.0 .the class .*Own is a subclass of flax"
+    with pytest.warns(UserWarning, match=message):
         convert_batch_norm(own)
     assert type(own.layers[1]) is BatchNorm
-    with pytest.warns(
-        UserWarning, match="`model` has no flax.nnx.BatchNorm: nothing to convert. Pass"
-    ):
+    message = "`model` has no flax.nnx.BatchNorm: nothing to convert. Pass"
+    with pytest.warns(UserWarning, match=message):
         convert_batch_norm(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="`weighting` must be one of"):
         convert_batch_norm(Model(), weighting="mean")  # type: ignore[arg-type]
@@ -213,9 +210,8 @@ def check_a_loader_that_fails_changes_nothing() -> None:
         update_bn_stats(model, [])
     with pytest.raises(ValueError, match="`num_iters` must be positive, or None for all batches"):
         update_bn_stats(model, [X], num_iters=0)
-    with pytest.warns(
-        UserWarning, match=r"last had no input: its running statistics are not updated"
-    ):
+    message = r"last had no input: its running statistics are not updated"
+    with pytest.warns(UserWarning, match=message):
         update_bn_stats(model, [X[:, 0]], forward_fn=lambda m, x: m.layers[1](m.layers[0](x)))
     model.eval()
     with pytest.warns(UserWarning, match="`model` has no multibn.flax.BatchNorm in training mode"):

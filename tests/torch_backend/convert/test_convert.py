@@ -243,9 +243,8 @@ def test_what_cannot_be_converted_is_one_message() -> None:
     model = nn.ModuleDict({name: layer for name, (layer, _) in layers.items()})
     model["more"] = nn.Sequential(nn.BatchNorm2d(3), *(EvoNorm() for _ in range(43)))
     classes = [type(part) for part in model.modules()]
-    with pytest.raises(
-        TypeError, match=r"^51 layer\(s\) cannot be converted; their statistics will not"
-    ):
+    told = r"^51 layer\(s\) cannot be converted; their statistics will not"
+    with pytest.raises(TypeError, match=told):
         tb.convert_sync_batchnorm(model, strict=True)
     assert [type(part) for part in model.modules()] == classes
     with pytest.warns(UserWarning, match=r"^51 layer\(s\) cannot be converted") as caught:
@@ -334,9 +333,8 @@ def test_what_cannot_be_reverted_is_one_message() -> None:
         tb.SubBatchNorm2d(2, 3): "SubBatchNorm2d: its splits keep separate running statistics",
     }
     model: Any = nn.Sequential(*layers, tb.SyncBatchNorm(3))
-    with pytest.warns(
-        UserWarning, match=r"^5 layer\(s\) could not be reverted and stay syn"
-    ) as caught:
+    told = r"^5 layer\(s\) could not be reverted and stay syn"
+    with pytest.warns(UserWarning, match=told) as caught:
         tb.revert_sync_batchnorm(model)
     assert len(caught) == 1
     for message in layers.values():

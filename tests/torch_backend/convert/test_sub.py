@@ -197,9 +197,8 @@ def test_ranks_that_share_parts_have_equally_many() -> None:
 
 def test_another_name_for_the_number_of_parts_is_told_the_right_one() -> None:
     options: Any = {"virtual_batch_size": 128}
-    with pytest.raises(
-        TypeError, match=r"`virtual_batch_size`\. For a virtual .* num_splits=batch_size"
-    ):
+    message = r"`virtual_batch_size`\. For a virtual .* num_splits=batch_size"
+    with pytest.raises(TypeError, match=message):
         tb.convert_sub_batchnorm(nn.BatchNorm1d(3), 2, **options)
     with pytest.raises(TypeError, match="num_splits"):
         tb.convert_sub_batchnorm(nn.BatchNorm1d(3), **options)

@@ -205,9 +205,8 @@ def test_mkldnn_evaluates_converted_models() -> None:
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_in_training_names_the_cure(strict: bool) -> None:
-    with pytest.raises(
-        Exception, match=r"cannot export layers that share(.|\n)*model.eval\(\) first"
-    ):
+    message = r"cannot export layers that share(.|\n)*model.eval\(\) first"
+    with pytest.raises(Exception, match=message):
         torch.export.export(model(), (X,), strict=strict)
     net = model().eval()
     sizes = ({0: torch.export.Dim("n")},)

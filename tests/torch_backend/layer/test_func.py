@@ -321,9 +321,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_several_ranks_refuse_transforms(case: str) -> None:
     """And the layer works on."""
     layer = SyncBatchNorm(C, dtype=torch.float64, process_group=EqualRanks())
-    with pytest.raises(
-        NotImplementedError, match="supported only in one process: got 2 ranks that"
-    ):
+    message = "supported only in one process: got 2 ranks that"
+    with pytest.raises(NotImplementedError, match=message):
         REFUSED[case](layer)
     layer(X.clone().requires_grad_()).sum().backward()
 

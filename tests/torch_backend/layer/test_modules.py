@@ -118,9 +118,8 @@ def test_other_tensors_are_no_numbers_as_in_torch(number: Tensor) -> None:
 def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:
     packed: Any = nn.utils.rnn.pack_sequence([torch.randn(3, 2), torch.randn(1, 2)])
     layer = tb.SyncBatchNorm(2)
-    with pytest.raises(
-        TypeError, match=r"got PackedSequence\. Pad it: .*pad_packed_sequence\(x, b"
-    ):
+    message = r"got PackedSequence\. Pad it: .*pad_packed_sequence\(x, b"
+    with pytest.raises(TypeError, match=message):
         layer(packed)
     x, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
     y = layer(x.mT, lengths=lengths).mT

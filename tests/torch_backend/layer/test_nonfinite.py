@@ -55,9 +55,8 @@ def test_a_skipped_batch_leaves_no_trace_in_any_form(form: str, momentum: float 
     FORMS[form](layer, bad().nan_to_num(posinf=1.0))
     before = state(layer)
     x = bad().requires_grad_()
-    with pytest.warns(
-        RuntimeWarning, match=r"rank 0 of 1 has skipped a batch in .*on this process"
-    ):
+    message = r"rank 0 of 1 has skipped a batch in .*on this process"
+    with pytest.warns(RuntimeWarning, match=message):
         y = FORMS[form](layer, x)
     y.sum().backward()
     assert x.grad is not None

@@ -159,9 +159,8 @@ def check_fsdp_shards_whole_chains(world: Communicator) -> None:
             _loss(*chains[1](*chains[0](x, x))).div(len(x)).backward()
 
         if mode == "reversible" and part:
-            with pytest.raises(
-                RuntimeError, match=rf"{part[0]} of block 1 is sharded by FSDP.*Call"
-            ):
+            message = rf"{part[0]} of block 1 is sharded by FSDP.*Call"
+            with pytest.raises(RuntimeError, match=message):
                 train(chains, x[world.rank :: world.size])
             continue
         train(chains, x[world.rank :: world.size])

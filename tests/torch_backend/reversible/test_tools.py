@@ -102,9 +102,8 @@ def test_options_that_do_not_fit_are_refused() -> None:
     x = torch.zeros(2, 3, 8)
     with pytest.raises(ValueError, match="`drop_path` must have a probability for each of the 1 b"):
         ReversibleSequence(blocks, drop_path=[0.1, 0.1])
-    with pytest.raises(
-        TypeError, match="`stream_dtype` must be a floating-point dtype, or None: g"
-    ):
+    message = "`stream_dtype` must be a floating-point dtype, or None: g"
+    with pytest.raises(TypeError, match=message):
         ReversibleSequence(blocks, stream_dtype=torch.int64)
     with pytest.raises(TypeError, match=r"must be floating-point tensors: got torch.int64, torch"):
         ReversibleSequence(blocks)(x.long(), x.long())

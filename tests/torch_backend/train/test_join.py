@@ -226,14 +226,11 @@ def test_a_stand_in_may_be_changed() -> None:
     assert there == [(1, 2, 3), (1, 0, 3), (1, 0, 3)] * 2
     pair = _Pair(torch.ones(2), torch.ones(3))
     assert len(tensors_in(pair)) == 2
-    with pytest.raises(
-        TypeError,
-        match=r"use types that copy\.deepcopy can copy: got _Pair\. Pass `empty`, a function",
-    ):
+    message = r"use types that copy\.deepcopy can copy: got _Pair\. Pass `empty`, a function"
+    with pytest.raises(TypeError, match=message):
         next(join(nn.Flatten())([pair]))
-    with pytest.raises(
-        TypeError, match=r"mappings that hold the tensors that .*: got _Lazy\. Pass"
-    ):
+    message = r"mappings that hold the tensors that .*: got _Lazy\. Pass"
+    with pytest.raises(TypeError, match=message):
         next(join(nn.Flatten())([_Lazy(x=torch.ones(2))]))
     assert next(join(nn.Flatten(), empty=lambda batch: batch)([pair])) is pair
 
