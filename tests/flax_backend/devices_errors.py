@@ -50,11 +50,8 @@ def check_refused_inputs() -> None:
     wrong_axes: list[Any] = [3, (), [], (0, 1, 2)]
     refused: list[Any] = [
         ("`axis_name` must be an axis that .*: got 'other'", axis("other"), X),
-        (
-            r"`axis_name` must be .*\['devices'\] is bound.* cover the whole sharded array",
-            sharded(axis("other")),
-            X,
-        ),
+        (r"`axis_name` must be .*\['devices'\] is bound.* cover the whole sharded array",
+         sharded(axis("other")), X),
         ("`mask` must have shape .*expand_dims", given(mask=mask), X),
         (r"`mask` must have .*one channel: mask\[:, :, :1\]", given(mask=X > 0), X),
         (r"`mask` must have .*one channel: mask\[:, :1, :\]", along(1, mask=X > 0), X),
@@ -62,11 +59,8 @@ def check_refused_inputs() -> None:
         (r"`mask` must have dtype bool", given(mask=X[..., :1]), X),
         (r"cannot be passed together", given(mask=mask[..., None], lengths=four), X),
         (r"`lengths` must have shape \(4,\)", given(lengths=jnp.ones(5, int)), X),
-        (
-            r"`lengths` needs .* N samples and of L elements .* axis -1: got shape \(4, 3\)",
-            given(lengths=four),
-            X[:, 0],
-        ),
+        (r"`lengths` needs .* N samples and of L elements .* axis -1: got shape \(4, 3\)",
+         given(lengths=four), X[:, 0]),
         (r"`lengths` needs .* channels' axis 1: got", along(1, lengths=four), X[:, 0]),
         (r"`lengths` must be integers: got dtype float32", given(lengths=four * 1.0), X),
         *(
@@ -80,25 +74,16 @@ def check_refused_inputs() -> None:
         (r"`x` must have elements: got shape", norm, X[:0]),
         (r"`x` must have elements", sharded(axis("devices")), X[:0]),
         (r"more than 1 value per channel.* a layer can use its", norm, X[:1, :1]),
-        (
-            r"more than 1 value per channel",
-            sharded(axis("devices", [[1, 2, 3], [0]]), check_vma=False),
-            X[:, :1],
-        ),
+        (r"more than 1 value per channel",
+         sharded(axis("devices", [[1, 2, 3], [0]]), check_vma=False), X[:, :1]),
         (r"real floating-point dtype: got int32", norm, X.astype(int)),
         (r"real floating-point dtype: got int32", layer(), X.astype(int)),
         (r"real floating-point dtype: got complex64", norm, X + 1j),
-        (
-            r"`axis_index_groups` needs .*check_vma=False.*: got .* under .*check_vma=True",
-            sharded(axis("devices", groups)),
-            X,
-        ),
-        (
-            r"`axis_index_groups` must have each of the 4 .* exactly once",
-            sharded(axis("devices", [[0]])),
-            X,
-        ),
-    ]
+        (r"`axis_index_groups` needs .*check_vma=False.*: got .* under .*check_vma=True",
+         sharded(axis("devices", groups)), X),
+        (r"`axis_index_groups` must have each of the 4 .* exactly once",
+         sharded(axis("devices", [[0]])), X),
+    ]  # fmt: skip
     for message, function, x in refused:
         for call in (function, jax.jit(function)):
             with pytest.raises((TypeError, ValueError), match=message):

@@ -171,12 +171,10 @@ def test_grad_mode_is_seen() -> None:
         ({"bias": nn.Parameter(torch.ones(3, device="meta"))}, "`bias` must be on the device"),
         ({"running_mean": torch.ones(4)}, r"`running_mean` must have shape \(3,\), a number for"),
         ({"running_var": torch.ones(4)}, r"`running_var` must have shape \(3,\), a number for"),
-        (
-            {"running_var": torch.ones(3, dtype=torch.int64)},
-            r"and a floating-point dtype: got \(3,\) and torch.int64",
-        ),
+        ({"running_var": torch.ones(3, dtype=torch.int64)},
+         r"and a floating-point dtype: got \(3,\) and torch.int64"),
     ],
-)
+)  # fmt: skip
 def test_what_became_wrong_after_a_step_is_refused(wrong: dict[str, Any], message: str) -> None:
     layer = _layer()
     layer(_input())

@@ -138,26 +138,20 @@ def test_the_refusal_of_packed_and_quantized_inputs_names_the_cure() -> None:
         ({"weight": "ones"}, TypeError, "`weight` must be a torch.Tensor or None: got str"),
         ({"bias": [0.0] * 3}, TypeError, "`bias` must be a torch.Tensor or None: got list"),
         ({"weight": nested}, TypeError, "`weight` must be a dense tensor: got a nested tensor"),
-        (
-            {"weight": torch.ones(3, 1)},
-            ValueError,
-            r"`weight` must have shape \(3,\).*: got \(3, 1\)",
-        ),
+        ({"weight": torch.ones(3, 1)}, ValueError,
+         r"`weight` must have shape \(3,\).*: got \(3, 1\)"),
         ({"weight": torch.tensor(1.0)}, ValueError, "must have 1 channels.*of `weight` and `bias`"),
         ({"eps": 0.0}, ValueError, "`eps` must be"),
         ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
         ({"x": "a batch"}, TypeError, "the input must be a torch.Tensor: got str"),
         ({"x": nested}, TypeError, NESTED),
         ({"x": torch.ones(3)}, ValueError, r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"),
-        (
-            {"x": torch.ones(2, 3, device="meta")},
-            TypeError,
-            "must have data: got a tensor on the meta device. To infer shapes, call a layer",
-        ),
+        ({"x": torch.ones(2, 3, device="meta")}, TypeError,
+         "must have data: got a tensor on the meta device. To infer shapes, call a layer"),
         ({"bias": torch.ones(4)}, ValueError, r"`bias` must have shape \(3,\).*: got \(4,\)"),
         ({"x": torch.ones(2, 4)}, ValueError, "must have 3 channels.*of `weight` and `bias`"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_errors_on_all(options: Any, error: Any, message: str) -> None:
     def call(wrong: bool, group: Any) -> Any:
         right = {"x": torch.randn(2, 3), "weight": torch.ones(3), "bias": torch.zeros(3)}

@@ -136,21 +136,17 @@ def test_strides_and_transitions_fit(options: dict[str, Any]) -> None:
         ({"pool_q_stride": ((9, 1, 2, 2),)}, r"`pool_q_stride` must .* from 0 to 4: got 9"),
         ({"pool_q_stride": ((1, 2, 2),)}, r"`pool_q_stride` must list \(layer, T, H, W\): got"),
         ({"dim_mul": ((1, 2, 3),)}, r"`dim_mul` must list \(layer, factor\): got"),
-        (
-            {"num_heads": 2, "head_mul": ((2, 1.5),)},
-            r"`num_heads` must divide the width of each layer: got 2 heads and widths 16 and 33 in",
-        ),
+        ({"num_heads": 2, "head_mul": ((2, 1.5),)},
+         r"`num_heads` must divide the width of each layer: got 2 heads and widths 16 and 33 in"),
         ({"pre_q_fusion": "linear"}, r"`pre_q_fusion` must be 'add', .*: got 'linear'"),
         ({"respath_fuse": "concat_linear_a"}, r"`respath_fuse` must be .*: got 'concat_linear_a'"),
         ({"pre_q_fusion": "concat_linear_1.2.3"}, "must be 'add', .*: got 'concat_linear_1.2.3'"),
         ({"patch_kernel": (3, 7, 7)}, r"`patch_kernel` must hold 2 numbers with patch_2d=True"),
-        (
-            {"pool_kvq_kernel": (3, 3)},
-            r"`pool_kvq_kernel` must hold three numbers, \(T, H, W\): got",
-        ),
+        ({"pool_kvq_kernel": (3, 3)},
+         r"`pool_kvq_kernel` must hold three numbers, \(T, H, W\): got"),
         ({"patch_kernel": 7}, r"`patch_kernel` must be a sequence: got 7\."),
     ],
-)
+)  # fmt: skip
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         RevMViT(RevMViTConfig(**{**SMALL, **options}))
