@@ -264,12 +264,6 @@ def test_a_common_factor_of_the_weights_changes_nothing(scale: float) -> None:
         assert batch.count == 4
 
 
-def test_the_layout_of_messages() -> None:
-    assert wire.length(C) == wire.HEAD + wire.forward_payload(C) == 2 * C + 4
-    assert wire.num_channels("forward", wire.forward_payload(C)) == C
-    assert wire.num_channels("backward", wire.backward_payload(C)) == C
-
-
 @pytest.mark.parametrize("size", [1, 3, 8192])
 def test_the_sum_of_heads_tells_unlike_ranks_and_those_that_refuse(size: int) -> None:
     most = 2.0**20 - 1

@@ -147,12 +147,3 @@ def check_arithmetic_on_channels_is_not_repeated_for_each_element() -> None:
         repeated = [each.count("= f64[64]{0} multiply(") for each in loops]
         assert len(repeated) > 4
         assert not any(repeated), repeated
-
-
-def check_forward_sends_one_message() -> None:
-    def forward(x: Any) -> Any:
-        return sync_batch_norm(x, axis_name="devices")[0]
-
-    shared = jax.jit(jax.shard_map(forward, mesh=MESH, in_specs=SPLIT, out_specs=SPLIT))
-    text = shared.lower(jnp.ones((8, 6))).compile().as_text()
-    assert text.count(" all-reduce(") == 1

@@ -257,7 +257,8 @@ def _compare_training(call: Call, steps: list[Step], means: bool) -> None:
             _close(f"dx on rank {rank}", got, dx, dtype, bound)
         n = count if means else x[:, 0].size
         last = precision(call.parameter_dtype)
-        parts_w = (finite[rank] * _xhat(x, mean, s)).sum(axis=_reduced(x))
+        parts_w = finite[rank] * (x - _along(mean, x)) * _along(s, x)
+        parts_w = parts_w.sum(axis=_reduced(x))
         parts_b = finite[rank].sum(axis=_reduced(x))
         if means:
             parts_w, parts_b = want.dweight / len(steps), want.dbias / len(steps)
@@ -343,8 +344,3 @@ def _channel_max(x: Array) -> Array:
 
 def _along(v: Array, x: Array) -> Array:
     return v.reshape(1, -1, *[1] * (x.ndim - 2))
-
-
-def _xhat(x: Array, mean: Array, s: Array) -> Array:
-    xhat: Array = (x - _along(mean, x)) * _along(s, x)
-    return xhat
