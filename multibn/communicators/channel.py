@@ -22,14 +22,9 @@ import numpy as np
 from multibn import wire
 from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array, HostArray
+from multibn.communicators import diagnostics
 from multibn.communicators.communicator import Communicator, Forwarding, Handle, gather
 from multibn.communicators.deferred_checks import DeferredChecks
-from multibn.communicators.diagnostics import (
-    log_and_raise,
-    raise_for_places,
-    raise_for_refusal,
-    raise_for_sum,
-)
 from multibn.communicators.exit import watch, watched_channels
 from multibn.communicators.polling import Poll, chain
 from multibn.communicators.watchdog import StatusBoard, Watchdog
@@ -210,10 +205,10 @@ def check_kinds(communicator: Any, kind: str, text: str, head: list[float]) -> N
     Call it if the heads differ; `head` is their sum. Returns if only the facts differ.
     """
     if wire.is_refused(head):
-        raise_for_refusal(communicator, head[:1], text)
+        diagnostics.raise_for_refusal(communicator, head[:1], text)
     kinds, texts = zip(*gather((kind, text), communicator), strict=True)
     if len({*kinds}) > 1:
-        raise_for_places(texts)
+        diagnostics.raise_for_places(texts)
 
 
 class ChannelCommunicator(Handle, ABC):
@@ -277,7 +272,7 @@ class _UserCommunicator(ChannelCommunicator, Transport):
         size, got = float(sent[2]), self._sum(sent).tolist()
         expected = [size, size * (size - 1) / 2, size * size, size * _EXACT]
         if got != expected:
-            log_and_raise(
+            diagnostics.log_and_raise(
                 TypeError,
                 f"`rank`, `size` and `allreduce` of {self._name} are inconsistent: the sum of "
                 f"[1, rank, size, {_EXACT}] over all ranks must be {expected}: got {got}, on rank "
@@ -302,7 +297,7 @@ class _UserCommunicator(ChannelCommunicator, Transport):
         summed = native.allreduce(a.copy())
         kind = type(summed), getattr(summed, "dtype", None), getattr(summed, "shape", None)
         if kind != (np.ndarray, a.dtype, a.shape):
-            raise_for_sum(native, f"{summed!r} for {a!r}")
+            diagnostics.raise_for_sum(native, f"{summed!r} for {a!r}")
         return cast(HostArray, summed)
 
 

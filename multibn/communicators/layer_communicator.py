@@ -19,17 +19,10 @@ import numpy as np
 from multibn import wire
 from multibn._arrays import from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array, HostArray
-from multibn.communicators import nonfinite
+from multibn.communicators import diagnostics, nonfinite
 from multibn.communicators.channel import Compared, resolved
 from multibn.communicators.communicator import Communicator, Forwarding, SingleProcess
 from multibn.communicators.deferred_checks import IN_GRAPH_MEMORY, is_captured, stream_of
-from multibn.communicators.diagnostics import (
-    SAME_LAYERS_ADVICE,
-    display_name,
-    log_and_raise,
-    log_to_stderr,
-    raise_for_refusal,
-)
 from multibn.communicators.handshake import handshake, raise_for_mismatch
 from multibn.wire import Message
 
@@ -171,7 +164,7 @@ def reject_input(
         return
     if error is not None:
         name = nonfinite.name_of(communicator)
-        log_to_stderr(f"rank {communicator.rank} in {name}: {error}")
+        diagnostics.log_to_stderr(f"rank {communicator.rank} in {name}: {error}")
     group, is_layer = resolved(communicator), isinstance(communicator, LayerCommunicator)
     if num_channels and is_layer and group.reduces_on_device(like):
         n = wire.forward_payload(num_channels)
@@ -289,7 +282,8 @@ class LayerPhase(Forwarding):
 
     def _call(self, number: int) -> str:
         """Return the text that names a call of the layer in error messages."""
-        return f"{display_name(self.layer.name)} ({self.name}, {self.kind}, call {number})"
+        name = diagnostics.display_name(self.layer.name)
+        return f"{name} ({self.name}, {self.kind}, call {number})"
 
     def _handshake(self, like: Any) -> list[float]:
         """Check that all ranks are in the same layer, and return the head of its messages."""
@@ -334,14 +328,14 @@ class LayerPhase(Forwarding):
         """
         call, head = self._call(number), summed[: wire.HEAD].tolist()
         if wire.is_refused(head):
-            raise_for_refusal(self, head[:1], f"an earlier call, {call}")
+            diagnostics.raise_for_refusal(self, head[:1], f"an earlier call, {call}")
         if self.name == "forward":
             payload = summed[self._payload_slice]
             nonfinite.raise_if_nonfinite(self, self.dtype, payload, earlier=call)
         if not wire.all_equal(head, self._size):
-            log_and_raise(
+            diagnostics.log_and_raise(
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {call}, on "
                 f"rank {self.rank}: another rank ran a different layer, dtype or options, or only "
-                f"some ranks computed gradients. {SAME_LAYERS_ADVICE}",
+                f"some ranks computed gradients. {diagnostics.SAME_LAYERS_ADVICE}",
             )
