@@ -61,8 +61,7 @@ def _enter() -> Communicator:
         import torch
 
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        timeout = timedelta(seconds=check_timeout())
-        torch.distributed.init_process_group(backend, timeout=timeout)
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=check_timeout()))
         return enter_world("gloo")
     return enter_world("mpi" if launched_processes()[1] > 1 else "single process")
 

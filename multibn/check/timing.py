@@ -41,8 +41,7 @@ def message_steps(
         import torch
         import torch.distributed as dist
 
-        device = "cuda" if on_gpu else "cpu"
-        numbers = torch.zeros(len(sent), dtype=torch.float64, device=device)
+        numbers = torch.zeros(len(sent), dtype=torch.float64, device="cuda" if on_gpu else "cpu")
         if dist.is_initialized():
             bare = lambda: dist.all_reduce(numbers)  # noqa: E731
 

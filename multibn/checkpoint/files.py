@@ -283,10 +283,9 @@ def _read_flax(path: Path, prefix: str) -> dict[str, Any]:
             "state of an optimizer or of random numbers is not converted. Save only the variables, "
             "{'params': ..., 'batch_stats': ...}."
         )
-    state = _select(flat, prefix, ".")
     return {
         key.partition(".")[2] if key.split(".")[0] in collections else key: value
-        for key, value in state.items()
+        for key, value in _select(flat, prefix, ".").items()
     }
 
 

@@ -98,13 +98,11 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
 
     `head` is the sum of the heads, which also shows whether a rank rejected its input.
     """
-    layer = phase.layer
     check_kinds(group, "layer", str(phase), head)
     calls = f"{phase}", *(f"{phase}, {fact}" for fact in phase.facts)
-    answers = gather([phase.place, *calls], group)
-    places, texts, gradients, *others = zip(*answers, strict=True)
+    places, texts, gradients, *others = zip(*gather([phase.place, *calls], group), strict=True)
     if len({*places}) == 1:
-        raise_unless_compatible(layer, group, phase.texts)
+        raise_unless_compatible(phase.layer, group, phase.texts)
         if len({*gradients}) == 1:
             native = getattr(group, "native", group)
             raise_for_sum(native, f"a different sum in {phase}, where all ranks are")
@@ -119,5 +117,4 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
     # Name the places without details, unless only a detail differs.
     texts = next(each for each in (texts, *others) if len({*each}) > 1)
     are_backward = all("(backward, " in text for text in texts)
-    advice = UNUSED_LAYER_ADVICE if are_backward else SAME_LAYERS_ADVICE
-    raise_for_places(texts, advice)
+    raise_for_places(texts, UNUSED_LAYER_ADVICE if are_backward else SAME_LAYERS_ADVICE)

@@ -290,9 +290,8 @@ class LayerPhase(Forwarding):
         layer, channels = self.layer, wire.num_channels(self.name, self._num_numbers)
         width = f"{channels} channels"
         self.kind += layer.detail(channels)
-        call = self._call(self._calls[0] + 1)
         with on_device_of(like):
-            name, number = handshake(layer, self._group, channels, call)
+            name, number = handshake(layer, self._group, channels, self._call(self._calls[0] + 1))
         # Details for error messages if the layers have the same name.
         self.facts = self.gradients, width, f"{width}, layer {number} by the first call"
         self.place = f"{name} {self.name}: {self.facts[-1]} {self.kind}"

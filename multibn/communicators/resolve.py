@@ -86,8 +86,7 @@ class DefaultCommunicator(Forwarding):
         fix = "pass a communicator, mpi4py.MPI.COMM_WORLD for example"
         if launched_processes()[0] == "WORLD_SIZE":
             fix = "call torch.distributed.init_process_group() before the first training step"
-        why = "no communicator was given and torch.distributed is not initialised"
-        warn_if_launched(why, fix)
+        warn_if_launched("no communicator was given and torch.distributed is not initialised", fix)
         return _LOCAL
 
 

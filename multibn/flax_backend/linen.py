@@ -59,11 +59,9 @@ class BatchNorm(linen.BatchNorm):
         stats_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, stats_dtype)
         var = self.variable("batch_stats", "var", jnp.ones, shape, stats_dtype)
-        scale = bias = None
-        if self.use_scale:
-            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        dtype = self.param_dtype
+        scale = self.param("scale", self.scale_init, shape, dtype) if self.use_scale else None
+        bias = self.param("bias", self.bias_init, shape, dtype) if self.use_bias else None
         x, *_ = dtypes.promote_dtype(x, scale, bias, dtype=self.dtype)
         if mask is not None:  # flax also accepts masks of numbers
             mask = converted("mask", mask).astype(bool)

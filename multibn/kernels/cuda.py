@@ -65,7 +65,7 @@ def begin_forward(
     programs, sizes, splits, constants, known = tilings.sums
     partials = x.new_empty((4, splits, tilings.channels), dtype=tilings.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
-    arguments = x, args.mask if args.mask is None else _bytes(args.mask), partials, *sizes
+    arguments = x, _bytes(args.mask), partials, *sizes
     launch(passes.moments, programs, arguments, constants, key, known)
     numbers, *around = _message(out, partials, tilings.payload)
     arguments = partials, numbers, number(rank_weight), number(count), number(mark), *around
@@ -146,8 +146,7 @@ def finish_backward(
     tilings, inputs, key, of_output = begun
     if coefficients:
         weight, found = g.input.weight, summed.new_empty((4, *tilings.shape), dtype=tilings.dtype)
-        scalars = number(g.input.eps), tilings.channels
-        arguments = summed, statistics, weight, found, *scalars
+        arguments = summed, statistics, weight, found, number(g.input.eps), tilings.channels
         key = "gradient", _kind(weight), tilings.dtype
         _step(steps.gradient_coefficients, arguments, _STEP, key)
         return found, None
@@ -184,8 +183,7 @@ def _output(tilings: Tilings, args: NormArgs, found: Tensor, coefficients: bool)
         residual = _laid_out_as(x, residual)
         addresses |= residual.data_ptr()
     key = ("normalize", residual is None) if addresses % 16 == 0 else None
-    mask = args.mask if args.mask is None else _bytes(args.mask)
-    arguments = x, mask, found, residual, y, *sizes
+    arguments = x, _bytes(args.mask), found, residual, y, *sizes
     launch(passes.normalize, programs, arguments, constants, key, known)
     return y
 
@@ -292,8 +290,8 @@ def _kind(v: Any) -> Any:
     return v.dtype if isinstance(v, Tensor) else v is None
 
 
-def _bytes(mask: Tensor) -> Tensor:
-    return mask.contiguous().view(torch.uint8)
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def _inputs(g: Gradient) -> tuple[Any, Any]:
@@ -306,7 +304,7 @@ def _inputs(g: Gradient) -> tuple[Any, Any]:
         y = _laid_out_as(x, y)
         addresses, dtype = addresses | y.data_ptr(), y.dtype
     key = (dy.dtype, dtype) if addresses % 16 == 0 else None
-    return (dy, x, y, mask if mask is None else _bytes(mask)), key
+    return (dy, x, y, _bytes(mask)), key
 
 
 def _tilings(args: NormArgs) -> Tilings | None:

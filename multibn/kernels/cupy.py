@@ -20,8 +20,7 @@ if not torch.cuda.is_available():
 def _on_cupy(verb: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, out: None = None) -> Any:
         # A plan passes `out` only for torch's tensors.
-        stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
             results = verb(*_mapped(arguments, cupy.ndarray, torch.from_dlpack))
             return _mapped(results, torch.Tensor, cupy.from_dlpack)
 

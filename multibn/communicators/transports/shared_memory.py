@@ -50,8 +50,7 @@ class SharedMemory:
         gates = np.ndarray((self._size + 1, _GATE_BYTES), np.uint8, memory)
         # One gate for messages, and one per rank, which opens when that rank leaves.
         self._gate, *self._leaving = (gate.ctypes.data for gate in gates)
-        shape = 2, self._size, _SLOT_BYTES
-        self._slots: Any = np.ndarray(shape, np.uint8, memory, gates.size)
+        self._slots: Any = np.ndarray((2, self._size, _SLOT_BYTES), np.uint8, memory, gates.size)
         self._slots_at = [slots.ctypes.data for slots in self._slots]
         self._spin = spin_seconds(self._size)
         self._begun = 0  # messages

@@ -182,8 +182,7 @@ def _reference(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGrou
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend of each device type, parsed from "cpu:gloo,cuda:nccl" for example."""
-    entries = dist.get_backend_config(group).split(",")
-    return dict(entry.split(":") for entry in entries)
+    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 
 class _Transport(Transport):
