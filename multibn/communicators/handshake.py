@@ -105,14 +105,13 @@ def raise_for_mismatch(phase: Any, group: Any, head: Any) -> NoReturn:
         raise_unless_compatible(phase.layer, group, phase.texts)
         if len({*gradients}) == 1:
             native = getattr(group, "native", group)
-            raise_for_sum(native, f"a different sum in {phase}, where all ranks are")
+            raise_for_sum(native, f"a different sum in {phase}")
         log_and_raise(
             RuntimeError,
-            "the ranks differ in whether a backward pass may follow: "
-            f"{group_ranks_by(gradients)}. Those with gradients would wait for the others: "
-            "compute gradients on all ranks or on none, and freeze the same layers on all of "
-            "them. A rank that validates must be in evaluation: model.eval(), or in Chainer "
-            "chainer.using_config('train', False).",
+            f"only some ranks compute gradients: {group_ranks_by(gradients)}. Ranks with gradients "
+            "would wait in backward for the others: compute gradients on all ranks or on none, and "
+            "freeze the same layers on all of them. A rank that validates must be in evaluation: "
+            "model.eval(), or in Chainer chainer.using_config('train', False).",
         )
     # Name the places without details, unless only a detail differs.
     texts = next(each for each in (texts, *others) if len({*each}) > 1)

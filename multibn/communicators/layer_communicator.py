@@ -293,7 +293,7 @@ class LayerPhase(Forwarding):
         with on_device_of(like):
             name, number = handshake(layer, self._group, channels, self._call(self._calls[0] + 1))
         # Details for error messages if the layers have the same name.
-        self.facts = self.gradients, width, f"{width}, layer {number} by the first call"
+        self.facts = self.gradients, width, f"{width}, layer {number} in call order"
         self.place = f"{name} {self.name}: {self.facts[-1]} {self.kind}"
         facts = f"{self.place} {self.gradients}"
         if self.name == "forward":  # a backward message has the options of its forward message

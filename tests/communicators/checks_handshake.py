@@ -224,7 +224,7 @@ def check_nothing_lives_on_of_layers_over_some_ranks(world: Communicator) -> Non
 def check_models_that_change_places_later_are_an_error(world: Communicator) -> None:
     models = [_network(world), _network(world)]
     _expect_right(models)
-    with pytest.raises(RuntimeError, match=r"layer .* by the first call; .* by the first call"):
+    with pytest.raises(RuntimeError, match=r"layer .* in call order; .* in call order"):
         _means(models[::-1] if world.rank == 1 else models)
 
 

@@ -117,7 +117,7 @@ def test_a_later_sum_that_is_none_is_a_mistake_of_the_class_too() -> None:
     for error in run_ranks(2, work):
         assert re.fullmatch(
             r"`allreduce` of Own must return the sum over 2 ranks, an array like its "
-            r"argument: got a different sum in layer 0 \(forward, .*\), where all ranks are, on "
+            r"argument: got a different sum in layer 0 \(forward, .*\), on "
             r"rank \d\. Correct this method\.",
             str(error),
         )

@@ -21,7 +21,7 @@ NEEDS = "torch chainer"
 
 TOLD = (
     r"rank\(s\) \[0\] in {0} \(forward, float32, call 1\), with gradients; "
-    r"rank\(s\) \[1\] in {0} \(forward, float32, call 1\), without gradients\. Those with "
+    r"rank\(s\) \[1\] in {0} \(forward, float32, call 1\), without gradients\. Ranks with "
 )
 
 
