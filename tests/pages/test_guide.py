@@ -8,8 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.helpers import launch, require
+import multibn.chainer  # noqa: F401 (makes Chainer importable)
+from tests.helpers import launch
+
+from chainer import links, optimizer_hooks, optimizers  # isort: skip
+
+NEEDS = "torch chainer"
 
 GUIDE = launch.ROOT / "docs/guides/from-chainermn-to-torch.md"
 
@@ -48,22 +54,14 @@ def _train() -> tuple[list[float], list[float], str]:
 @pytest.mark.launches
 @pytest.mark.beside(_train, "torch", "chainer", "torchrun", "mpiexec")
 def test_training_goes_on_in_torch(beside: tuple[list[float], list[float], str]) -> None:
-    chainer, torch, printed = beside
+    of_chainer, of_torch, printed = beside
     assert "set the eps and momentum of the source model" in printed
-    assert len(chainer) == 20
-    np.testing.assert_allclose(torch, chainer, rtol=1e-5)
+    assert len(of_chainer) == 20
+    np.testing.assert_allclose(of_torch, of_chainer, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["weight decay", "clipping", "Adam"])
 def test_optimizers_take_equal_steps(name: str) -> None:
-    require.need("torch", "chainer")
-    import torch
-
-    from multibn.chainer_backend import compat
-
-    compat.make_importable()
-    from chainer import links, optimizer_hooks, optimizers
-
     link, layer = links.Linear(3, 2), torch.nn.Linear(3, 2)
     for own, its in zip((layer.weight, layer.bias), (link.W, link.b), strict=True):
         own.data = torch.tensor(its.array)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from multibn.parity import launch as _launch
-from tests.helpers import launch, require
+from tests.helpers import launch
 from tests.helpers.pages import MARKDOWN, TRAINERS, commands, programs
+
+NEEDS = "torch chainer torchrun mpiexec"
 
 pytestmark = pytest.mark.launches
 # The program of the guide for flax runs in flax_backend/test_flax.py, with warnings as errors.
@@ -43,7 +45,6 @@ def test_pages_with_commands_are_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_print_what_the_page_shows(page: str, tmp_path: Path) -> None:
-    require.need("torch", "chainer", "torchrun", "mpiexec")
     check_programs(page, tmp_path)
 
 
@@ -65,7 +66,6 @@ def check_programs(page: str, tmp_path: Path) -> None:
 
 def test_two_launchers_with_one_rendezvous_train_together(tmp_path: Path) -> None:
     """The command of docs/guides/multi-node.md, on two "machines" that are this one."""
-    require.need("torch", "torchrun")
     _write_programs("README.md", tmp_path)
     text = (launch.ROOT / "docs/guides/multi-node.md").read_text()
     (line,) = [row for row in text.splitlines() if row.startswith("torchrun ")]
@@ -88,7 +88,6 @@ def test_two_launchers_with_one_rendezvous_train_together(tmp_path: Path) -> Non
 
 def test_a_script_ends_although_a_thread_does_not(tmp_path: Path) -> None:
     """The way out of docs/guides/when-it-fails.md, where the interpreter waits for a thread."""
-    require.need("torch", "torchrun")
     text = (launch.ROOT / "docs/guides/when-it-fails.md").read_text()
     (way_out,) = re.findall(r"end the script with\s`(.*?)`", text)
     program = programs("README.md")["train.py"]
@@ -107,7 +106,6 @@ NOTEBOOK = launch.ROOT / "examples/two_ranks.ipynb"
 
 @pytest.mark.launches
 def test_the_cells_print_what_the_notebook_shows(tmp_path: Path) -> None:
-    require.need("torch")
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code, shown = [f"import os; os.chdir({str(tmp_path)!r})"], []
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):

@@ -12,6 +12,8 @@ from multibn.parity import launch as _launch
 from multibn.parity.cases import BOUNDS
 from tests.helpers import launch, require
 
+NEEDS = "torch chainer"
+
 pytestmark = pytest.mark.launches
 NAMES = ["uneven", "empty-rank", "mean-1e4", "recompute"]
 
@@ -42,7 +44,6 @@ def test_every_combination_is_within_bounds(beside: list[str]) -> None:
 
 
 def test_all_quantities_of_the_chosen_cases_are_measured() -> None:
-    require.need("torch", "chainer")
     errors = worker.measure(SingleProcess(), list(worker.ADAPTERS), NAMES)
     for adapter in worker.ADAPTERS:
         own = [error for error in errors if error.adapter == adapter]
@@ -55,7 +56,7 @@ def test_all_quantities_of_the_chosen_cases_are_measured() -> None:
     ["helpers.models:pair", "helpers.models:shared_pair", "parity.flax_models:chainer_pair"],
 )
 def test_a_pair_of_models_is_compared_on_two_ranks(function: str) -> None:
-    require.need("torch", "chainer", *["flax"] * ("flax" in function))
+    require.need(*["flax"] * ("flax" in function))
     row, counts = _parity("--model", f"tests.{function}")
     assert row.startswith("gloo x2             models ")
     assert counts == "1 ok"
@@ -77,7 +78,6 @@ def test_a_pair_of_models_is_compared_on_two_ranks(function: str) -> None:
 def test_a_misspelt_pair_is_an_error_before_any_launch(
     model: str, why: str, monkeypatch: Any, capsys: Any, tmp_path: Path
 ) -> None:
-    require.need("torch", "chainer")
     monkeypatch.setattr(command, "run_workers", None)
     for name, text in (("exits", "raise SystemExit(0)"), ("divides", "1 / 0")):
         (tmp_path / f"{name}.py").write_text(text)
