@@ -235,9 +235,8 @@ class _Transport(Transport):
 
     def publish(self, notice: Status, /) -> None:
         data = json.dumps(notice).encode()
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._sent.append((self.duplicate.Isend(data, rank), data))
+        others = {*range(self.size)} - {self.rank}
+        self._sent += [(self.duplicate.Isend(data, rank), data) for rank in others]
 
     def read(self) -> dict[int, Status]:
         from mpi4py import MPI as mpi
