@@ -30,7 +30,7 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
     channel = group.channel
     compared: Compared = channel.compared if layer.is_function else layer.compared
 
-    def key() -> tuple[str, int, str]:  # not with a layer's name: a copy may have another
+    def key() -> tuple[str, int, str]:  # without a layer's name, which a copy may change
         return channel.watchdog.token, channels, layer.name if layer.is_function else ""
 
     if key() not in compared:
@@ -42,7 +42,7 @@ def handshake(layer: Any, group: Any, channels: int, call: object) -> tuple[str,
         channel.num_first_messages += 1
         channel.deferred_checks.batch_size = max(channel.num_first_messages, 4)
         channel.longest = max(channel.longest, wire.length(channels))
-        compared[key()] = name, channel.num_first_messages  # the group has a token by now
+        compared[key()] = name, channel.num_first_messages  # the first message has set the token
     return compared[key()]
 
 
@@ -71,8 +71,8 @@ def raise_unless_compatible(layer: Any, group: Any, options: dict[str, str]) -> 
             "the ranks must run the same version of multibn: "
             f"{group_ranks_by(versions, 'with')}. Install one version everywhere.",
         )
-    # A layer that is called outside its model has no path, and one rank may have the model inside
-    # another module.
+    # A layer that is called outside its model has no path. On one rank, the model may be part of a
+    # larger module.
     found = [path for path in paths if path] or names
     shortest = min(found, key=len)
     if not all(f".{path}".endswith(f".{shortest}") for path in found):
