@@ -120,7 +120,7 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
     programs, sizes, splits, constants, known = tilings.sums
     coefficients = None
     if args.relu and g.y is None:
-        coefficients = coefficients_of(*statistics, args.eps, tilings.dtype)
+        coefficients = coefficients_of(numbers, args, tilings.dtype)
     partials = args.x.new_empty((2, splits, tilings.channels), dtype=tilings.dtype)
     inputs, key = _inputs(g)
     arguments = *inputs, numbers, coefficients, partials, *sizes
@@ -167,7 +167,7 @@ def normalize(args: NormArgs, batch: PackedStatistics, /, *, coefficients: bool 
     tilings, numbers = _tilings(args), batch.numbers
     if tilings is None or not _fit_channels(tilings, numbers, args):
         return reference.normalize(args, batch, coefficients=coefficients)
-    found = coefficients_of(numbers, args.weight, args.bias, args.eps, tilings.dtype)
+    found = coefficients_of(numbers, args, tilings.dtype)
     return _output(tilings, args, found, coefficients)
 
 
@@ -188,13 +188,11 @@ def _output(tilings: Tilings, args: NormArgs, found: Tensor, coefficients: bool)
     return y
 
 
-def coefficients_of(
-    statistics: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: Any
-) -> Tensor:
+def coefficients_of(statistics: Tensor, args: NormArgs, dtype: Any) -> Tensor:
     """Return the coefficients of the passes, see `passes`, from packed statistics."""
-    C = statistics.numel() // 2 - 1
+    C, weight, bias = statistics.numel() // 2 - 1, args.weight, args.bias
     coefficients = statistics.new_empty((5, C), dtype=dtype)
-    arguments = statistics, weight, bias, coefficients, number(eps), C
+    arguments = statistics, weight, bias, coefficients, number(args.eps), C
     key = "coefficients_of", _kind(weight), _kind(bias), dtype
     _step(steps.coefficients_of, arguments, _STEP, key)
     return coefficients

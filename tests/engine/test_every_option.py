@@ -41,9 +41,13 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def _batch(rank: int, seed: int) -> np.ndarray[Any, Any]:
-    """A batch of 4 samples and 20 elements per channel on rank 0, of 2 and 6 on rank 1."""
-    shape = [(4, C, 5), (2, C, 3)][rank]
-    return np.random.default_rng(10 * rank + seed).normal(rank, 1 + rank, shape)
+    """A batch of 4 samples and 20 elements per channel on rank 0, of 2 and 6 on rank 1.
+
+    Variances of the whole batch and running variances are below 1.5 in the first channel and
+    above 1.5 in the last.
+    """
+    shape, scale = [(4, C, 5), (2, C, 3)][rank], np.array([[0.5], [1.0], [2.0]])
+    return scale * np.random.default_rng(10 * rank + seed).normal(rank, 1 + rank, shape)
 
 
 XS, DYS = ([[_batch(rank, seed + 2 * n) for rank in (0, 1)] for n in (0, 1)] for seed in (0, 4))

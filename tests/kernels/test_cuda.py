@@ -105,13 +105,13 @@ def test_the_steps_compile_for_a_gpu(
 ) -> None:
     """`parameter` is the dtype of parameters and running statistics."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = ["summed", "numbers", "statistics", "count", "looked_at", "found"]
+    wide = ["summed", "numbers", "statistics", "looked_at", "found"]
     parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
-    numbers = ["mark", "fingerprint", "eps", "momentum", "factor"]
-    numbers += [] if parameter else ["rank_weight", "count"]  # of a mask, or not
-    types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")
+    types = dict.fromkeys(("start", "length", "splits", "C"), "i32")
+    types |= dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")
     types |= dict.fromkeys(parameters, f"*{parameter}") | {"num_batches": "*i64"}
-    types |= {"rank_weight": "*fp64"} | dict.fromkeys(numbers, "i64")
+    # Numbers are passed as their bits; rank_weight and count may come from a mask.
+    types |= dict.fromkeys(("rank_weight", "count"), "*fp64" if parameter else "i64")
     types |= {"factor": "*fp64"} if parameter == "fp16" else {}
     optional: dict[str, Any] = {} if parameter else dict.fromkeys((*parameters, "num_batches"))
     step: dict[str, Any] = {"BLOCK": 256}
@@ -203,14 +203,14 @@ def test_programs_that_sum_have_equal_shares(dtype: str, channels_last: bool) ->
 def compile_for_a_gpu(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], *, fused: bool, **options: Any
 ) -> dict[str, Any]:
-    """The stages of its compilation; parameters that are in neither are int32.
+    """The stages of its compilation; parameters that are in neither are int64.
 
     No register spills, unless there are fewer than usual.
     """
     names = kernel.arg_names
     source = ASTSource(
         kernel,
-        {n: "constexpr" if n in constants else types.get(n, "i32") for n in names},
+        {n: "constexpr" if n in constants else types.get(n, "i64") for n in names},
         {(names.index(n),): value for n, value in constants.items() if n in names},
         # Memory begins at multiples of 16 bytes.
         {

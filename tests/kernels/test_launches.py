@@ -24,7 +24,7 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from multibn.kernels import cuda
+    from multibn.kernels import NormArgs, cuda
     from multibn.kernels.triton import launch, steps
 
     launches: list[tuple[Any, ...]] = []
@@ -71,13 +71,15 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     def launched(bias: Any, looked: int, statistics: Any = statistics) -> tuple[Any, ...]:
         launches.clear()
         looks.clear()
-        cuda.coefficients_of(statistics, weight, bias, 1e-5, torch.float32)
+        args = NormArgs(None, weight, bias, 1e-5, (0,))
+        cuda.coefficients_of(statistics, args, torch.float32)
         assert len(looks) == looked
         *grid, stream, function, packed, _, _, _ = launches[0][:9]
         assert (grid, stream, function) == ([3, 1, 1], 77, "a function")
-        *inputs, coefficients, eps, C, block = launches[0][9:]
-        assert coefficients.shape == (5, 700)
-        return [id(v) for v in inputs], eps, C, block, packed
+        given = dict(zip(kernel.arg_names, launches[0][9:], strict=True))
+        assert given.pop("coefficients").shape == (5, 700)
+        inputs = [id(given.pop(name)) for name in ("statistics", "weight", "bias")]
+        return inputs, given, packed
 
     assert launched(weight, 1) == launched(weight, 0) == launched(weight, 0)
     assert launched(None, 1) == launched(None, 0)

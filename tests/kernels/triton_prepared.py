@@ -18,7 +18,7 @@ from torch import nn
 from multibn import SingleProcess
 from multibn.communicators.layer_communicator import LayerCommunicator
 from multibn.engine import recompute
-from multibn.kernels import cuda
+from multibn.kernels import NormArgs, cuda
 from multibn.kernels.triton import launch, prepared
 from multibn.torch_backend import SyncBatchNorm, sync_batch_norm
 from multibn.torch_backend.layer import compiled
@@ -268,14 +268,15 @@ def test_after_a_change_the_launches_are_prepared_anew(runs: list[str]) -> None:
 
 def test_a_thread_collects_its_own_launches_only() -> None:
     """Two models may train in threads of one process."""
+    args: Any = NormArgs(None, None, None, 1e-5, (0,))
     with launch.collecting() as ours:
         other = threading.Thread(
-            target=lambda: cuda.coefficients_of(wide(8) ** 2, None, None, 1e-5, torch.float32)
+            target=lambda: cuda.coefficients_of(wide(8) ** 2, args, torch.float32)
         )
         other.start()
         other.join()
         assert ours == []
-        cuda.coefficients_of(wide(8) ** 2, None, None, 1e-5, torch.float32)
+        cuda.coefficients_of(wide(8) ** 2, args, torch.float32)
         assert [each.kernel.__name__ for each in ours] == ["coefficients_of"]
 
 

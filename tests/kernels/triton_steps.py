@@ -126,7 +126,7 @@ def test_the_operators_of_compiled_code_return_the_kernels_coefficients(
     mask = (wide(4, 1, 5) > 0) if masked else None
     weight, bias = (wide(C).float() if affine else None for _ in range(2))
     name = communicator.operator_name  # type: ignore[attr-defined]
-    options = 1e-5, (0, 2), relu
+    options = spec.options_of(NormArgs(x, weight, bias, 1e-5, (0, 2), relu))
     text = repr((name, C, "element", None, (0, 2), options, True, False, None, [], ()))
     args = x, weight, bias, mask
     found = []
