@@ -122,6 +122,8 @@ def test_each_field_of_the_arguments_has_a_part_in_the_numbers(kernels: Any, fie
         f"`definition` of passes.py must say what `NormArgs.{field}` does, and `others_of` have a "
         "value of it that changes numbers"
     )
+    fields = getattr(kernels, "FIELDS", {NormArgs: NormArgs._fields})[NormArgs]
+    assert field in fields, f"`FIELDS` of {kernels.__name__} must have `NormArgs.{field}`"
     check(kernels, changed, dy, hint=f"where `NormArgs.{field}` alone has another value")
 
 
