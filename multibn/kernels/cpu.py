@@ -148,16 +148,16 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
 
 
 def finish_backward(
-    g: Gradient, summed: Array, taken: Gradient | None = None, *, coefficients: bool = False
+    g: Gradient, summed: Array, copied: Gradient | None = None, *, coefficients: bool = False
 ) -> tuple[Array, Array | None]:
     """Implement `reference.finish_backward`."""
-    if taken is not None:
-        library = _library(type(taken.input.x))
+    if copied is not None:
+        library = _library(type(copied.input.x))
         new = library.empty_like
-        x, axis = taken.input.x, taken.input.axis
+        x, axis = copied.input.x, copied.input.axis
         out = new(_rows_like(library.numbers, x.shape, axis, x.dtype, 4) if coefficients else x)
         dresidual = None if g.y is None or coefficients else new(out)
-        if _core.finish_backward(taken, summed, out, coefficients, dresidual) is not None:
+        if _core.finish_backward(copied, summed, out, coefficients, dresidual) is not None:
             return out, dresidual
     return reference.finish_backward(g, summed, coefficients=coefficients)
 

@@ -94,13 +94,13 @@ def finish_forward(
     batch = PackedStatistics(new(2 * C + 2), shape)
     found = new((5, C), dtype=tilings.dtype)
     arrays, how, constants, key = _moved(moved, count)
-    looked_at, length = summed, 2 * C
+    checked, length = summed, 2 * C
     if length > _SHARE:
-        looked_at, length = new(-(-length // _SHARE)), -(-length // _SHARE)
-        flags = summed, looked_at, 2 * C
+        checked, length = new(-(-length // _SHARE)), -(-length // _SHARE)
+        flags = summed, checked, 2 * C
         launch(steps.nonfinite_flags, length, flags, _NONFINITE_FLAGS, "nonfinite_flags", _known)
     numbers = number(rank_weight), number(count), number(args.eps), *how, length, C
-    arguments = summed, batch.numbers, weight, bias, found, *arrays, looked_at, *numbers
+    arguments = summed, batch.numbers, weight, bias, found, *arrays, checked, *numbers
     key = _kind(rank_weight), _kind(count), _kind(weight), _kind(bias), tilings.dtype, *key
     _step(steps.finish_forward, arguments, constants, ("forward", *key))
     if constants["CUMULATIVE"]:  # after the launch, since all its programs read the counter

@@ -105,7 +105,7 @@ def test_the_steps_compile_for_a_gpu(
 ) -> None:
     """`parameter` is the dtype of parameters and running statistics."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = ["summed", "numbers", "statistics", "looked_at", "found"]
+    wide = ["summed", "numbers", "statistics", "checked", "found"]
     parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
     types = dict.fromkeys(("start", "length", "splits", "C"), "i32")
     types |= dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")

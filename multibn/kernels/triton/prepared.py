@@ -207,7 +207,7 @@ def _run_and_prepare(
     # Slot 0 is the length of the message before the allreduce, and the sum after it.
     prepared = (
         prepare(launched[:before], slots | {"length": 0}),
-        prepare(launched[before:], slots | {"summed": 0, "looked_at": 0}),
+        prepare(launched[before:], slots | {"summed": 0, "checked": 0}),
     )
     if None in prepared:
         return result, None

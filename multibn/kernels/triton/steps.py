@@ -118,16 +118,16 @@ def nonfinite_flags(numbers, found, length, SHARE: constexpr):
 @_step
 def finish_forward(
     summed, statistics, weight, bias, coefficients, running_mean, running_var, num_batches,
-    looked_at, rank_weight, count, eps, momentum, factor, length, C,
+    checked, rank_weight, count, eps, momentum, factor, length, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Write the statistics and the coefficients of the passes; update the running statistics.
 
-    `looked_at` has `length` numbers, which every program reads: the message or, if it is long, the
+    `checked` has `length` numbers, which every program reads: the message or, if it is long, the
     message's `nonfinite_flags`. `weight`, `bias` and the running statistics may be None.
     """
     c, exists = _channels(C, BLOCK)
-    gap = _gap(looked_at, length)
+    gap = _gap(checked, length)
     total = tl.where(gap == 0.0, tl.load(summed + 2 * C + COUNT), 0.0)
     total_weight = tl.load(summed + 2 * C + WEIGHT)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
