@@ -90,10 +90,9 @@ class ResidualBranch:
             )
         device = inputs[0].device
         self._device = None if device.type in ("cpu", "meta") else device
-        devices = filter(torch.amp.is_autocast_available, {"cpu", device.type})
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in devices
+            for kind in filter(torch.amp.is_autocast_available, {"cpu", device.type})
         ]
         self._training = [part.training for part in self._parts]
         self._constants = [(*place, place[-1]._version) for place in _constants_of(self._parts)]
@@ -131,11 +130,7 @@ class ResidualBranch:
                 "`broadcast_buffers=False`."
             )
         flags = zip(self._parts, self._training, strict=True)
-        places: list[tuple[Any, str, Any]] = [
-            (vars(part), "training", training)
-            for part, training in flags
-            if part.training != training
-        ]
+        places: list[tuple[Any, str, Any]] = [(vars(part), "training", v) for part, v in flags]
         others = dict(zip(map(id, self.parameters), parameters, strict=True)) if parameters else {}
         # torch.func.functional_call would take much more time.
         places += [

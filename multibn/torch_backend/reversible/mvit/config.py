@@ -203,36 +203,32 @@ class RevMViTConfig:
         parse_fusion("respath_fuse", self.respath_fuse)
         parse_fusion("pre_q_fusion", self.pre_q_fusion)
         axes = 2 if self.patch_2d else 3
-        for name in ("patch_kernel", "patch_stride", "patch_padding"):
+        words = f"hold {axes} numbers with patch_2d={self.patch_2d}"
+        for name, least in (("patch_kernel", 1), ("patch_stride", 1), ("patch_padding", 0)):
             value = getattr(self, name)
-            _check_length(name, value, axes, f"hold {axes} numbers with patch_2d={self.patch_2d}")
-            check_ints(name, value, least=0 if name == "patch_padding" else 1)
+            _check_length(name, value, axes, words)
+            check_ints(name, value, least)
         for name in ("pool_kv_stride_adaptive", "pool_kvq_kernel"):
             if value := getattr(self, name):
                 _check_length(name, value, 3, "hold three numbers, (T, H, W)")
                 check_ints(name, value)
-        self._check_layers("buffer_layers", self.buffer_layers)
+        for layer in self.buffer_layers:
+            self._check_layer("buffer_layers", layer)
         for name in ("pool_q_stride", "pool_kv_stride"):
-            for _, *stride in self._entries(name, 4, "list (layer, T, H, W)"):
-                check_ints(name, stride)
+            for entry in getattr(self, name):
+                _check_length(name, entry, 4, "list (layer, T, H, W)")
+                self._check_layer(name, entry[0])
+                check_ints(name, entry[1:])
         for name in ("dim_mul", "head_mul"):
-            for _, factor in self._entries(name, 2, "list (layer, factor)"):
-                check_number(name, factor, "(0, inf)")
+            for entry in getattr(self, name):
+                _check_length(name, entry, 2, "list (layer, factor)")
+                self._check_layer(name, entry[0])
+                check_number(name, entry[1], "(0, inf)")
 
-    def _entries(self, name: str, length: int, words: str) -> tuple[tuple[Any, ...], ...]:
-        """Return the option `name`; ValueError, with `words`, unless its tuples have `length`."""
-        entries: Any = getattr(self, name)
-        for entry in entries:
-            _check_length(name, entry, length, words)
-        self._check_layers(name, [layer for layer, *_ in entries])
-        return entries
-
-    def _check_layers(self, name: str, layers: Sequence[int]) -> None:
-        check_ints(name, layers, least=0)
-        if outside := [layer for layer in layers if layer >= self.depth]:
-            raise ValueError(
-                f"`{name}` must name layers from 0 to {self.depth - 1}: got {outside[0]}."
-            )
+    def _check_layer(self, name: str, layer: Any) -> None:
+        check_int(name, layer, 0)
+        if layer >= self.depth:
+            raise ValueError(f"`{name}` must name layers from 0 to {self.depth - 1}: got {layer}.")
 
     def make_norm(self, dim: int, role: Role) -> nn.Module:
         """Return a new norm of `dim` channels for this role."""
