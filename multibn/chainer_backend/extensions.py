@@ -128,7 +128,14 @@ class FinetunePopulationStatistics(training.Extension):
         self._function: Any = target if eval_func is None else eval_func
 
     def __call__(self, trainer: Any = None) -> None:
-        norms = _norms(self._target)
+        kinds = MultiNodeBatchNormalization, L.BatchNormalization
+        links = [link for link in self._target.links() if isinstance(link, kinds)]
+        if not links:
+            raise ValueError(
+                "`target` must have a batch normalization link: got none. Pass the whole model."
+            )
+        check_sizes("target", links)
+        norms = [_Norm(link) for link in links]
         world, source = participants(self._target, self._comm), "`iterator` or `converter`"
         run = PopulationRun(norms, world, title="fine-tuning", source=source)
         with (
@@ -174,17 +181,6 @@ class _Norm:
         self.link.avg_mean[...] = mean
         self.link.avg_var[...] = var
         self.link.N = self.num_calls
-
-
-def _norms(target: chainer.Link) -> list[_Norm]:
-    kinds = MultiNodeBatchNormalization, L.BatchNormalization
-    links: list[Any] = [link for link in target.links() if isinstance(link, kinds)]
-    if not links:
-        raise ValueError(
-            "`target` must have a batch normalization link: got none. Pass the whole model."
-        )
-    check_sizes("target", links)
-    return [_Norm(link) for link in links]
 
 
 class _Watch(chainer.LinkHook):

@@ -249,13 +249,12 @@ def _batch_size(batch: Any) -> int:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore modes, buffers (in place) and the states of the default random generators."""
     places: list[tuple[dict[str, Any], str, Any]] = []
-    tensors: list[Tensor] = []
+    tensors = list(model.buffers())
     for m in model.modules():
         places += [(m._buffers, name, buffer) for name, buffer in m._buffers.items()]
         # None suspends a surrounding step_statistics(): these batches are not part of it.
         attributes = {"training": m.training, "step_accumulator": None}
         places += [(vars(m), name, v) for name, v in attributes.items() if name in vars(m)]
-        tensors += [buffer for buffer in m._buffers.values() if buffer is not None]
         tensors += running_tensors(m) if isinstance(m, _BatchNorm) else []
     before = [t.clone() for t in tensors]
     devices = {t.device for t in (*model.parameters(), *model.buffers())}

@@ -5,8 +5,8 @@ composed of differentiable torch operations. One of these is the allreduce, whos
 allreduce of the ranks' gradients.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any
 
@@ -115,29 +115,21 @@ def is_transformed() -> bool:
     return transforms_are_active() or getattr(forward_ad, TANGENT_LEVEL, -1) >= 0
 
 
-class _AutocastOff:
-    """A context that turns autocast off for a device type for which it is on.
+@contextmanager
+def without_autocast(x: Any, /) -> Iterator[None]:
+    """Turn autocast off for the device of `x`.
 
     Entering torch.autocast would take longer than a layer's kernels.
     """
-
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-
-    def __enter__(self) -> None:
-        torch.set_autocast_enabled(self._device_type, False)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_autocast_enabled(self._device_type, True)
-
-
-def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off for the device of `x`."""
-    if is_any_autocast_enabled():
-        device_type = x.device.type
-        if device_type != "meta" and torch.is_autocast_enabled(device_type):
-            return _AutocastOff(device_type)
-    return _NULL_CONTEXT
+    kind = x.device.type
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)
+    try:
+        if is_on:
+            torch.set_autocast_enabled(kind, False)
+        yield
+    finally:
+        if is_on:
+            torch.set_autocast_enabled(kind, True)
 
 
 def disable_dispatch_modes_in_recompute() -> AbstractContextManager[Any]:
@@ -172,11 +164,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
         is_eager = type(plan) is Plan
         if is_eager and not args.x.is_cpu:
             args = with_kernel_layout(args)
-        if is_eager and recompute.state.stack:
-            with disable_dispatch_modes_in_recompute(), without_autocast(args.x):
-                y, batch = plan.forward(args)
-        elif is_any_autocast_enabled():
-            with without_autocast(args.x):
+        if (is_eager and recompute.state.stack) or is_any_autocast_enabled():
+            modes = disable_dispatch_modes_in_recompute() if is_eager else _NULL_CONTEXT
+            with modes, without_autocast(args.x):
                 y, batch = plan.forward(args)
         else:
             y, batch = plan.forward(args)

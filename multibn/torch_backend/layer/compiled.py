@@ -243,9 +243,8 @@ def _checked_mask(*arguments: Any) -> Tensor:
 
 # `mask` and `forward` are nodes in Dynamo's graph; AOTAutograd traces into them.
 @operator("mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, str layer) -> Tensor")
-def _mask(*arguments: Any) -> Tensor:
-    checked: Tensor = _call(torch.ops.multibn.checked_mask, *arguments, runs_again=False)
-    return checked
+def _mask(*arguments: Any) -> Any:
+    return _call(torch.ops.multibn.checked_mask, *arguments, runs_again=False)
 
 
 @operator(

@@ -192,14 +192,14 @@ def sync_running_stats(
     mean, var = flat(means), flat(variances)
     is_valid = mean.isfinite() & var.isfinite() & (var >= 0)
     mean = torch.where(is_valid, mean, wire.rank_bit(rank))
+    buffers = [*means, *variances]
     if how == "broadcast":
         counters = [c for m in norms if (c := m.num_batches_tracked) is not None]
-        buffers = [*means, *variances, *counters]
+        buffers += counters
         mine = torch.cat([mean, var, flat(counters)] if counters else [mean, var])
         # Not zero times the other ranks' buffers, which may hold NaN.
         result = checked_sum(mine if rank == 0 else torch.zeros_like(mine))
     else:
-        buffers = [*means, *variances]
         # An instance norm's variance is the mean of the samples' variances: means do not matter.
         between = flat(
             torch.full_like(m.running_var, not isinstance(m, _InstanceNorm)) for m in norms
@@ -253,15 +253,14 @@ def average_gradients(
     >>> model.weight.grad
     tensor([[1., 1.]])
     """
-    named: dict[str, Any]
-    model, is_iterator = nn.Module(), isinstance(parameters, Iterator)
+    model, listed = nn.Module(), parameters
     if isinstance(parameters, nn.Module):
-        model, named = parameters, dict(parameters.named_parameters())
-    else:
-        is_single = isinstance(parameters, Tensor) or not isinstance(parameters, Iterable)
-        listed: Any = [parameters] if is_single else parameters
-        named = {f"parameters[{i}]": p for i, p in enumerate(listed)}
-    if is_iterator and not named:
+        model, listed = parameters, ()
+    elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        listed = [parameters]
+    named: dict[str, Any] = {f"parameters[{i}]": p for i, p in enumerate(listed)}
+    named |= model.named_parameters()
+    if isinstance(parameters, Iterator) and not named:
         raise ValueError(
             "`parameters` must have a parameter left: got an exhausted iterator. Pass the model "
             "or a list."
@@ -304,6 +303,5 @@ def _facts(p: Tensor) -> dict[str, str]:
     return {"shape": shape, "dtype": dtype, "requires_grad": str(p.requires_grad)}
 
 
-def _grad_dtype(p: Tensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(p, "grad_dtype", None) or p.dtype
-    return dtype
+def _grad_dtype(p: Tensor) -> Any:
+    return getattr(p, "grad_dtype", None) or p.dtype
