@@ -134,8 +134,7 @@ class Plan:
             passed = args._replace(running=None)
         y, batch, state = self._verbs.finish_forward(passed, summed, weight, count)
         if state != OK:
-            found = summed, batch, count
-            return self._finish_abnormal(state, args, found, messages.communicator)
+            return self._finish_abnormal(state, args, summed, batch, count)
         if args.mask is not None:
             self._check_mask(args, summed, unpack(batch))
         if passed is not args:
@@ -156,13 +155,9 @@ class Plan:
         return self._prepared.forward(args, self._forward, run)
 
     def _finish_abnormal(
-        self, state: int, args: NormArgs, found: tuple[Any, PackedStatistics, Any], phase: Any
+        self, state: int, args: NormArgs, summed: Array, packed: PackedStatistics, count: Any
     ) -> tuple[Any, PackedStatistics]:
-        """Finish a pass whose state is not OK, or raise; the state is the same on all ranks.
-
-        `phase` is the communicator of the pass.
-        """
-        summed, packed, count = found
+        """Finish a pass whose state is not OK, or raise; the state is the same on all ranks."""
         if state == CANCELLED and self._phase == "about the mean":
             return args.x, packed  # the caller needs no output; do not recentre again
         batch = unpack(packed)
@@ -174,7 +169,8 @@ class Plan:
             batch = unpack(found_about_mean)
             batch = batch._replace(mean=centre + batch.mean)
         else:
-            statistics.raise_for(state, phase, summed, args.x)
+            messages: Any = self._forward
+            statistics.raise_for(state, messages.communicator, summed, args.x)
             batch = steps.skipped(batch)
         update_running(args.running, batch, count)
         packed = pack_statistics(batch)

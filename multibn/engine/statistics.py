@@ -33,7 +33,7 @@ from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import NormArgs, steps
 from multibn.kernels.layout import channels
-from multibn.kernels.spec import NOT_FINITE, unpack
+from multibn.kernels.spec import NOT_FINITE
 
 
 class Moments(NamedTuple):
@@ -163,12 +163,12 @@ def allreduce_statistics(
 ) -> BatchStatistics:
     """Return the statistics of all ranks' payloads, see `multibn.wire`. Collective."""
     summed, xp = communicator.allreduce(payload), array_namespace(payload)
-    sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # an input for the kernel
+    sample = xp.reshape(payload[: math.prod(shape)], (1, *shape))  # an input of these channels
     args = NormArgs(sample, None, None, 1.0, (0,))
-    _, batch, state = kernels.select(payload).finish_forward(args, summed, weight, count)
+    batch, state = steps.statistics_of(args, summed, weight, count)
     if state == NOT_FINITE:
         raise_for(state, communicator, summed, summed)
-    return unpack(batch)
+    return batch
 
 
 def raise_for(state: int, communicator: Communicator, summed: Array, x: Array) -> None:
