@@ -190,8 +190,7 @@ def _forward_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
     if mean is not None:
         running = _new(Running, (mean, var, momentum, step.convention, num_batches))
     args = _new(NormArgs, (x, weight, bias, *step.options, mask, None, running))
-    if not x.is_cpu:
-        args = autograd.with_kernel_layout(args)
+    args = autograd.with_kernel_layout(args)
     coefficients, batch = step.plan(args).forward(args)
     if recompute.state.stack and recompute.in_recomputing():
         batch.numbers[-2] = 0.0  # the count, so that no running statistics are updated
@@ -216,8 +215,7 @@ def _backward_sums(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     dy, x, weight, bias, mask, y, numbers, needs_dx, text, _ = arguments
     step = _step(text)
     args = _new(NormArgs, (x, weight, bias, *step.options, mask, None, None))
-    if not x.is_cpu:
-        args = autograd.with_kernel_layout(args)
+    args = autograd.with_kernel_layout(args)
     plan = step.plan(args, backward=True)
     g = _new(Gradient, (dy, args, _new(PackedStatistics, (numbers, plan.channels)), y, needs_dx))
     if torch.is_anomaly_enabled():

@@ -253,7 +253,8 @@ def average_gradients(
     >>> model.weight.grad
     tensor([[1., 1.]])
     """
-    model, listed = nn.Module(), parameters
+    model = nn.Module()
+    listed: Any = parameters
     if isinstance(parameters, nn.Module):
         model, listed = parameters, ()
     elif isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
