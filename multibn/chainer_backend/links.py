@@ -269,24 +269,18 @@ class MultiNodeBatchNormalization(chainer.Link):
         number of ranks. A backward pass with `enable_double_backprop` computes in float64 and
         repeats the forward pass's allreduce. Differentiating an allreduce adds another one.
         """
-        is_training, key, plan = chainer.config.train, None, None
-        communicator: Any = SingleProcess()
-        if is_training:
-            communicator = _layer_communicators.get(self) or self.layer_communicator
-        if is_training and mask is lengths is None:
-            key = functions.plan_key(x, residual, self, finetune)
-            plan = communicator.plans.get(key)
-        axis: Any = self.axis if plan is None else plan.axis
+        axis: Any = self.axis
         relu = self.fuse_relu
         args = NormArgs(x, self.gamma, self.beta, self.eps, axis, relu, mask, residual)
+        if not chainer.config.train:
+            return self._evaluate(self._checked(args, SingleProcess(), lengths))
+        communicator = _layer_communicators.get(self) or self.layer_communicator
+        key = plan = None
+        if mask is lengths is None:
+            key = functions.plan_key(x, residual, self, finetune)
+            plan = communicator.plans.get(key)
         if plan is None:
-            averages = {"avg_mean": self.avg_mean, "avg_var": self.avg_var}
-            options: Any = {"check_options": self.check_options, "lengths": lengths}
-            channels = np.shape(self.avg_mean)
-            args = functions.checked(args, channels, communicator, averages=averages, **options)
-        if not is_training:
-            return self._evaluate(args)
-        if plan is None:
+            args = self._checked(args, communicator, lengths)
             plan = functions.prepare(args, self, finetune)
             if key is not None:
                 communicator.cache_plan(key, plan)
@@ -298,13 +292,21 @@ class MultiNodeBatchNormalization(chainer.Link):
         if self in step_accumulators:
             running = step_accumulators[self] or StepAccumulator(self.avg_mean)
             step_accumulators[self], running.running = running, own
-        if not chainer.config.in_recomputing:  # True in the second pass of F.forget
-            args = args._replace(running=running)
+        args = args._replace(axis=plan.axis, running=running)
+        if chainer.config.in_recomputing:  # the second pass of F.forget
+            args = args._replace(running=None)
         arrays = [getattr(args, name) for name in plan.given]
         (y,) = functions.BatchNormalization(plan, args).apply(arrays)
         if finetune and running is own:
             self.store_count(own)
         return y
+
+    def _checked(self, args: NormArgs, communicator: Communicator, lengths: Any) -> NormArgs:
+        """Return `functions.checked` for a call of this link. Collective if it raises."""
+        averages = {"avg_mean": self.avg_mean, "avg_var": self.avg_var}
+        options: Any = {"check_options": self.check_options, "lengths": lengths}
+        channels = np.shape(self.avg_mean)
+        return functions.checked(args, channels, communicator, averages=averages, **options)
 
     def _evaluate(self, args: NormArgs) -> chainer.Variable:
         mean, var = self.avg_mean, self.avg_var
