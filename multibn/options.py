@@ -51,3 +51,9 @@ class NormOptions:
         """Return the options that differ from the defaults, for a repr, except those in `shown`."""
         changed = {k: v for k, v in vars(self).items() if v != getattr(type(self), k)}
         return "".join(f", {k}={v!r}" for k, v in changed.items() if f"{k}=" not in shown)
+
+
+def differing(actual: Mapping[str, object], requested: Mapping[str, object]) -> str:
+    """Return the options of `actual` that are not as `requested`, as in a repr."""
+    different = [k for k, value in requested.items() if repr(actual[k]) != repr(value)]
+    return ", ".join(f"{k}={actual[k]!r}" for k in different)

@@ -13,6 +13,7 @@ from multibn._warnings import warn, warn_or_raise
 from multibn.chainer_backend.links import LinkOptions, MultiNodeBatchNormalization, check_link
 from multibn.communicators import CommunicatorLike
 from multibn.engine.running import is_running_statistic
+from multibn.options import differing
 
 
 def create_mnbn_model(
@@ -83,9 +84,7 @@ def create_mnbn_model(
         # Do not copy communicators: some constructors are collective.
         memo |= {id(v): v for v in vars(child).values() if hasattr(type(v), "allreduce")}
         if isinstance(child, MultiNodeBatchNormalization):
-            current = vars(LinkOptions.of(child))
-            different = [k for k, v in requested.items() if current[k] != v]
-            synchronized[path] = ", ".join(f"{k}={current[k]!r}" for k in different)
+            synchronized[path] = differing(vars(LinkOptions.of(child)), requested)
         if not isinstance(child, L.BatchNormalization):
             continue
         if names := overridden(type(child), lambda cls: cls is L.BatchNormalization):

@@ -13,6 +13,7 @@ from multibn._warnings import warn, warn_or_raise
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.engine.plan import NormArgs
 from multibn.engine.running import is_running_statistic
+from multibn.options import differing
 from multibn.torch_backend.convert import class_swap
 from multibn.torch_backend.layer import data_parallel, functional, validation
 from multibn.torch_backend.layer.autograd import running_stats_of
@@ -162,9 +163,7 @@ def _options_mismatch(
         if isinstance(part, SyncBatchNorm) and part not in layers:
             group = part.layer_communicator.communicator
             actual = vars(part.norm_options) | {"process_group": group}
-            different = [k for k, value in requested.items() if repr(actual[k]) != repr(value)]
-            if different:
-                text = ", ".join(f"{k}={actual[k]!r}" for k in different)
+            if text := differing(actual, requested):
                 mismatches[path] = f"{text}. Call revert_sync_batchnorm first"
     return mismatches
 
