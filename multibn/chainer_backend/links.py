@@ -271,7 +271,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         """
         axis: Any = self.axis
         relu = self.fuse_relu
-        args = NormArgs(x, self.gamma, self.beta, self.eps, axis, relu, mask, residual)
+        args = NormArgs(
+            x, self.gamma, self.beta, self.eps, axis, relu, mask=mask, residual=residual
+        )
         if not chainer.config.train:
             return self._evaluate(self._checked(args, SingleProcess(), lengths))
         communicator = _layer_communicators.get(self) or self.layer_communicator
