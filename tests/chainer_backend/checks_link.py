@@ -43,6 +43,18 @@ def check_nan_in_a_gradient_is_named_in_debug_mode(world: Communicator) -> None:
         y.backward()
 
 
+def check_a_link_sends_one_message_each_way_and_none_in_evaluation(world: Communicator) -> None:
+    counting = CountingCommunicator(world)
+    link, x = MultiNodeBatchNormalization(C, counting), _normal(world.rank, 4, C)
+    for _ in range(2):
+        F.sum(link(x)).backward()
+    assert len(counting.take()) == 2 * 2
+    assert len(counting.first_messages) == 1
+    with chainer.using_config("train", False):
+        link(x)
+    assert not counting.messages
+
+
 @only("torchrun")
 def check_links_under_torchrun_import_no_mpi(world: Communicator) -> None:
     """A link takes torch's process groups as they are."""
