@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import array_api_compat.torch  # noqa: F401  (traced code uses it and cannot import it)
 import torch
@@ -120,7 +120,7 @@ def _call(function: Callable[..., Any], *arguments: Any, runs_again: bool = True
 
 
 class _Step:
-    """The parsed `text` of an operator."""
+    """The parsed `text` of an operator, and the plan that it used last."""
 
     def __init__(self, text: str) -> None:
         (
@@ -128,15 +128,18 @@ class _Step:
             self.needs_gradient, self.copied, self.error, _, sizes,
         ) = literal_eval(text)  # fmt: skip
         self._text, self._has_sizes = text, bool(sizes)  # without sizes, shapes are dynamic
-        self._context: object = None  # of the latest forward pass
+        self._plan: Any = type(None)
+        self._context: object = None
 
     def plan(self, args: NormArgs, *, backward: bool = False) -> Plan:
         """Return the layer's plan for `args`; in the forward pass, validate `args` first."""
-        if not backward:
-            self._context = call_context()
-        x, communicator = args.x, _layers[self.layer]
-        key = self._text, self._context, *(() if self._has_sizes else (x.shape, x.stride()))
-        plan: Plan | None = getattr(communicator, "plans", {}).get(key)
+        plan: Plan | None = self._plan()
+        context = self._context if backward else call_context()
+        if plan is not None and context == self._context:
+            return plan
+        x, communicator, self._context = args.x, _layers[self.layer], context
+        key = self._text, context, *(() if self._has_sizes else (x.shape, x.stride()))
+        plan = getattr(communicator, "plans", {}).get(key)
         if plan is None:
             with torch.no_grad():
                 if self.error is not None:  # found when the graph was traced
@@ -150,6 +153,8 @@ class _Step:
                 )  # fmt: skip
             if isinstance(communicator, LayerCommunicator):
                 communicator.cache_plan(key, plan)
+        if self._has_sizes:
+            self._plan = ref(plan)
         return plan
 
 
