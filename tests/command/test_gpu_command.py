@@ -126,7 +126,7 @@ def test_networks_and_messages_use_all_gpus(
 
 
 def test_the_stand_in_for_a_second_rank_costs_one_launch() -> None:
-    class InPlace(SingleProcess, ChannelCommunicator):
+    class InPlace(SingleProcess, ChannelCommunicator):  # type: ignore[misc]
         channel = None
 
         def reduces_on_device(self, x: Any, /) -> bool:
