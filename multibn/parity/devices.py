@@ -14,8 +14,13 @@ from multibn.parity.worker import Arrays, Error, _named, compare
 AXIS = "devices"
 
 
-def measure(_: Any, cases: Sequence[str], size: int, axis_name: str | None = AXIS) -> list[Error]:
-    """Return the errors on `size` devices, which share statistics if they have an `axis_name`."""
+def measure(
+    _: Any, cases: Sequence[str], size: int, axis_name: str | None = AXIS, over: str = "shard_map"
+) -> list[Error]:
+    """Return the errors on `size` devices, which share statistics if they have an `axis_name`.
+
+    `over` is "shard_map" or "pmap".
+    """
     # JAX reads these variables on import: `size` CPU devices.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={size}"
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,12 +29,12 @@ def measure(_: Any, cases: Sequence[str], size: int, axis_name: str | None = AXI
     errors = []
     for case in (case for case in CASES if case.name in cases):
         with jax.enable_x64(case.dtype == "float64"):
-            found = train(case, size, axis_name)
+            found = train(case, size, axis_name, over)
         errors += [e for rank, a in enumerate(found) for e in compare("flax", case, a, rank, size)]
     return errors
 
 
-def train(case: Case, size: int, axis_name: str | None) -> list[Arrays]:
+def train(case: Case, size: int, axis_name: str | None, over: str) -> list[Arrays]:
     """Train a layer on `size` devices, and return the arrays of each device."""
     weight, bias = case.parameters()
     running = np.zeros((size, CHANNELS), weight.dtype), np.ones((size, CHANNELS), weight.dtype)
@@ -42,7 +47,7 @@ def train(case: Case, size: int, axis_name: str | None) -> list[Arrays]:
         x, dy, mask = (np.stack([_padded(a, shape) for a in each]) for each in (xs, dys, masks))
         repeated = (np.broadcast_to(v, (size, CHANNELS)) for v in (weight, bias))
         arguments = x, dy, mask[:, :, None] if has_mask else None, *repeated, *running
-        arrays = map(np.asarray, _program(case, decay, size, axis_name)(*arguments))
+        arrays = map(np.asarray, _program(case, decay, size, axis_name, over)(*arguments))
         y, dx, dweight, dbias, *running = arrays  # type: ignore[assignment]
         means = [v.mean(0, dtype=np.float64) for v in (dweight, dbias)]
         for rank, part in enumerate(found):
@@ -57,15 +62,16 @@ def train(case: Case, size: int, axis_name: str | None) -> list[Arrays]:
 
 
 @lru_cache(4)
-def _program(case: Case, decay: float, size: int, axis_name: str | None) -> Any:
+def _program(case: Case, decay: float, size: int, axis_name: str | None, over: str) -> Any:
     """Compile a training step on all devices."""
     import jax
 
+    run = partial(_step, case, decay, axis_name)
+    if over == "pmap":
+        return jax.pmap(run, axis_name=AXIS)
     mesh = jax.make_mesh((size,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(AXIS)
-    row = jax.vmap(
-        partial(_step, case, decay, axis_name)
-    )  # each device has a leading axis of length 1
+    row = jax.vmap(run)  # each device has a leading axis of length 1
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
