@@ -268,8 +268,8 @@ def _train_link(way: Way, o: dict[str, Any], comm: Any, xs: Any = XS) -> dict[st
         del words["fuse_relu"]
         link = cb.create_mnbn_model(chainer.links.BatchNormalization(C, **words), comm, **given)
     link.avg_var[:] = 1
-    parameters = {"dweight": link.gamma, "dbias": link.beta}
-    parameters = {key: p for key, p in parameters.items() if p is not None}
+    learned = {"dweight": link.gamma, "dbias": link.beta}
+    parameters = {key: p for key, p in learned.items() if p is not None}
     for step_xs, step_dys in zip(xs, DYS, strict=True):
         x = chainer.Variable(step_xs[comm.rank])
         y = link(x, finetune=o["momentum"] is None)
@@ -364,8 +364,7 @@ def test_a_layer_that_was_pickled_before_an_option_has_its_default(name: str) ->
 @pytest.mark.parametrize("way, options", CASES, ids=str)
 def test_an_option_does_what_it_says(way: Way, options: dict[str, Any]) -> None:
     o = DEFAULTS | options
-    train = partial(_train_link if "link" in way[0] else _train, way, o)
-    ranks = run_ranks(2, train)
+    ranks = run_ranks(2, partial(_train_link if "link" in way[0] else _train, way, o))
     eager = ranks
     if {"compiled", "traced"} & {*way}:
         eager = run_ranks(2, partial(_train, (way[0], "eager", "eager"), o))

@@ -1,4 +1,4 @@
-"""What tests of this room share: a step, a call that a checkpoint runs again, and a file."""
+"""A step, a call that a checkpoint runs again, and a file, for the tests of this room."""
 
 import io
 from collections.abc import Iterable
