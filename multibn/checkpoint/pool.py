@@ -21,7 +21,7 @@ _RUNNING = (
     ("mean_ema/average", "var_ema/average"),
     ("mean", "var"),
 )
-# These need no separator before them: escnn has regular_running_mean.
+# Endings that need no separator before them: escnn has regular_running_mean.
 _SUFFIXES = "running_mean", "avg_mean", "moving_mean"
 _COUNTERS = "num_batches_tracked", "N", "mean_ema/counter", "var_ema/counter"
 

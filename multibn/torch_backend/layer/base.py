@@ -265,7 +265,7 @@ class SyncNormBase(nn.Module):
         self.process_group = LOCAL if group is None else group
 
 
-# What torch's wrappers call the module inside: DistributedDataParallel, compile, checkpoint, FSDP.
+# The module inside a wrapper of torch's: DistributedDataParallel, compile, checkpoint, FSDP.
 _WRAPPED = "module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
