@@ -41,6 +41,7 @@ _BACKWARD = (
 )  # fmt: skip
 
 
+# The layout of `Launch` in core/_launches.h.
 _MOST_PARAMETERS = 40
 _LAUNCH = f"PP4I{_MOST_PARAMETERS}q{_MOST_PARAMETERS}q"
 
